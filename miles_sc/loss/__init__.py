@@ -1,0 +1,1 @@
+"""Losses and what they are made of: candidate scoring, the score-centering estimator, regularizers, reduction."""

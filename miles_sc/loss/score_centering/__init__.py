@@ -1,0 +1,1 @@
+"""The score-centering loss: a pure estimator, its weight functions and the loss that feeds it."""

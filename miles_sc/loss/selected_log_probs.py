@@ -1,0 +1,295 @@
+"""Log-probs of a few selected tokens per row, without a second tensor of the logits' size.
+
+Both functions here are explicit autograd Functions on this rank's columns. Since the loss is replicated over the
+tensor-parallel group, forward reduces and backward reduces nothing.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Rows are scored a few at a time, so that the handful of passes over a chunk find it in the cache: on a CPU this, and the
+# fused softmax kernel, decide the speed (a chunk beyond the cache costs 4x). An accelerator wants larger launches.
+CPU_CHUNK_BYTES = 4 << 20
+ACCELERATOR_CHUNK_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class _VocabularyShard:
+    """This rank's columns of the true vocabulary: global ids ``start .. start + width - 1``."""
+
+    start: int
+    width: int
+    group: dist.ProcessGroup | None
+
+    def max(self, rows: Tensor) -> Tensor:
+        return self._reduce(rows, dist.ReduceOp.MAX)
+
+    def sum(self, rows: Tensor) -> Tensor:
+        return self._reduce(rows, dist.ReduceOp.SUM)
+
+    def _reduce(self, rows: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(rows, op=op, group=self.group)
+        return rows
+
+    def local(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Column of each id here, and whether it is here at all; an absent id points at column 0."""
+        owned = (token_ids >= self.start) & (token_ids < self.start + self.width)
+        return torch.where(owned, token_ids - self.start, 0), owned
+
+
+def selected_log_probs(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    chunk_size: int = -1,
+    inplace_backward: bool = False,
+    with_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probs of selected tokens under ``softmax(logits / temperature)`` over the true vocabulary.
+
+    Saved for backward: the live logits, the ids and one scalar per row (two more with entropy).
+
+    Args:
+        logits: ``[T, V/TP]``, this rank's columns.
+        token_ids: integer ``[T, 1+K]`` of global ids, column 0 the sampled token. -1 gives 0 and no gradient; an id may
+            stand twice.
+        group: tensor-parallel group; forward makes one MAX and two SUM reductions of per-row floats, backward none.
+        vocab_size: true vocabulary; columns beyond it (Megatron's padding) are excluded and get no gradient.
+        temperature: the sampler's.
+        chunk_size: rows scored at a time; -1 chooses what suits the device.
+        inplace_backward: write the gradient over the logits. They must not be read after that: not with a recomputed loss.
+        with_entropy: also return the entropy of the same distribution.
+
+    Returns:
+        float32 ``[T, 1+K]`` (float64 for float64 logits); with entropy ``(log_probs, entropy [T])``.
+
+    Raises:
+        ValueError: shapes, vocabulary, temperature, chunk size; ids out of range (on the CPU, where looking costs no sync).
+    """
+    shard = _vocabulary_shard(logits, token_ids, group, vocab_size, temperature)
+    if chunk_size != -1 and chunk_size < 1:
+        raise ValueError(f"chunk_size = {chunk_size}: give a positive number of rows, or -1 to let the device decide")
+    rows = _chunk_rows(logits) if chunk_size == -1 else chunk_size
+    log_probs, entropy = _SelectedLogProbs.apply(
+        logits, token_ids.long(), shard, float(temperature), rows, inplace_backward, with_entropy
+    )
+    return (log_probs, entropy) if with_entropy else log_probs
+
+
+def support_log_probs(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probs of selected tokens normalised over a recorded sampling support (top-p/top-k replay).
+
+    Only the ``1 + K`` logits of a row are read, and only tensors of that width are saved. Off the support the gradient is
+    exactly zero.
+
+    Args:
+        logits, group, vocab_size, temperature: as in :func:`selected_log_probs`.
+        token_ids: integer ``[T, 1+K]``: the sampled token, then the support it was drawn from, padded with -1.
+        with_entropy: also return the entropy over the support.
+
+    Returns:
+        float32 ``[T, 1+K]`` (float64 for float64 logits), 0 at padding and in rows without support; with entropy
+        ``(log_probs, entropy [T])``.
+
+    Raises:
+        ValueError: as :func:`selected_log_probs`.
+    """
+    shard = _vocabulary_shard(logits, token_ids, group, vocab_size, temperature)
+    token_ids = token_ids.long()
+    scaled = _GatherSelected.apply(logits, token_ids, shard) / temperature
+    valid = token_ids >= 0
+    valid = valid & valid[:, 1:].any(dim=1, keepdim=True)
+    # a row without support is given a single 0, so that its logsumexp and gradient stay finite
+    support = torch.where(valid[:, 1:], scaled[:, 1:], -torch.inf)
+    support = torch.where(valid[:, 1:].any(dim=1, keepdim=True), support, 0.0)
+    log_probs = torch.where(valid, scaled - support.logsumexp(dim=1, keepdim=True), 0.0)
+    if not with_entropy:
+        return log_probs
+    head = log_probs[:, 1:]
+    return log_probs, -torch.where(valid[:, 1:], head.exp() * head, 0.0).sum(dim=1)
+
+
+def _vocabulary_shard(
+    logits: Tensor, token_ids: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None, temperature: float
+) -> _VocabularyShard:
+    if logits.dim() != 2 or token_ids.dim() != 2 or token_ids.shape[0] != logits.shape[0]:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} and token_ids {tuple(token_ids.shape)}: give [T, V] and [T, 1+K] with the same T"
+        )
+    if token_ids.is_floating_point() or token_ids.dtype == torch.bool:
+        raise ValueError(f"token_ids has dtype {token_ids.dtype}: give integers")
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature = {temperature}: a trained distribution needs a finite temperature above 0")
+    alone = group is None or dist.get_world_size(group) == 1
+    rank, world_size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
+    columns = logits.shape[1]
+    vocab_size = columns * world_size if vocab_size is None else vocab_size
+    if not 0 < vocab_size <= columns * world_size:
+        raise ValueError(f"vocab_size = {vocab_size}: must lie in 1..{columns * world_size}, the columns of all ranks together")
+    if token_ids.device.type == "cpu" and token_ids.numel() and not -1 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
+        raise ValueError(
+            f"token_ids lie in {int(token_ids.min())}..{int(token_ids.max())}: must lie in -1..{vocab_size - 1} "
+            "(-1 is an unused slot); is the sampler's tokenizer the trainer's?"
+        )
+    start = rank * columns
+    return _VocabularyShard(start, min(max(vocab_size - start, 0), columns), None if alone else group)
+
+
+def _chunk_rows(logits: Tensor) -> int:
+    on_cpu = logits.device.type == "cpu"
+    row_bytes = max(logits.shape[1], 1) * _accumulation_dtype(logits).itemsize
+    rows = (CPU_CHUNK_BYTES if on_cpu else ACCELERATOR_CHUNK_BYTES) // row_bytes
+    threads = torch.get_num_threads() if on_cpu else 1
+    return max(rows // threads * threads, threads)  # whole rows for every thread
+
+
+def _accumulation_dtype(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+class _ChunkReader:
+    """Row chunks of the true columns as ``logits / temperature`` in the accumulation dtype, through one reused buffer."""
+
+    def __init__(self, logits: Tensor, width: int, temperature: float, rows: int) -> None:
+        self.logits, self.width, self.temperature, self.rows = logits, width, temperature, rows
+        dtype = _accumulation_dtype(logits)
+        buffer = (min(rows, logits.shape[0]), width)
+        self.copies = logits.dtype != dtype or temperature != 1.0 or width != logits.shape[1]
+        self._scaled = logits.new_empty(buffer if self.copies else (0, 0), dtype=dtype)
+        self._softmax = logits.new_empty(buffer, dtype=dtype)
+
+    def __iter__(self):
+        for start in range(0, self.logits.shape[0], self.rows):
+            rows = slice(start, min(start + self.rows, self.logits.shape[0]))
+            yield rows, self._scale(self.logits[rows, : self.width])
+
+    def _scale(self, chunk: Tensor) -> Tensor:
+        if not self.copies:
+            return chunk
+        scaled = self._scaled[: chunk.shape[0]]
+        scaled.copy_(chunk)
+        return scaled if self.temperature == 1.0 else scaled.div_(self.temperature)
+
+    def softmax(self, scaled: Tensor) -> Tensor:
+        """The fused kernel's softmax of a chunk, in a buffer that the next call overwrites."""
+        return torch.softmax(scaled, dim=-1, out=self._softmax[: scaled.shape[0]])
+
+
+class _SelectedLogProbs(torch.autograd.Function):
+    """``log p = z - logsumexp(z)`` for ids ``[T, 1+K]`` and ``z = logits[T, V/TP] / temperature``.
+
+    Forward reduces over the group: MAX and SUM of ``[T]``, SUM of ``[T, 1+K]``, with entropy SUM of ``[T]`` more.
+    Backward, on the local columns: ``dz = scatter(g) - (sum g) p - h p (log p + H)``, where g and h are the upstream
+    gradients of log-probs and entropy.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, token_ids, shard, temperature, rows, inplace_backward, with_entropy):
+        columns, owned = shard.local(token_ids)
+        reader = _ChunkReader(logits, shard.width, temperature, rows)
+        dtype = _accumulation_dtype(logits)
+        selected = torch.zeros(token_ids.shape, dtype=dtype, device=logits.device)
+        kernel_lse = torch.full(logits.shape[:1], -torch.inf, dtype=dtype, device=logits.device)
+        mass = torch.ones_like(kernel_lse)
+        mean_logit = torch.zeros_like(kernel_lse)
+        if shard.width:
+            for chunk, z in reader:
+                p = reader.softmax(z)
+                # what the kernel subtracted, read back from its largest probability
+                kernel_lse[chunk] = z.amax(dim=-1) - p.amax(dim=-1).log()
+                # the kernel sums 150k exponentials one after the other; a pairwise sum of its result mends the error (7e-5)
+                mass[chunk] = p.sum(dim=-1)
+                selected[chunk] = torch.where(owned[chunk], z.gather(1, columns[chunk]), 0.0)
+                if with_entropy:
+                    mean_logit[chunk] = _expectation(p, z)
+        local_lse = kernel_lse + mass.log()
+        lse = _combine(local_lse, shard)
+        log_probs = torch.where(token_ids >= 0, shard.sum(selected) - lse[:, None], 0.0)
+
+        kernel_to_true = (kernel_lse - lse).exp()  # turns the kernel's local softmax into p of the whole vocabulary
+        entropy = log_probs.new_zeros(0)
+        if with_entropy:
+            entropy = lse - shard.sum(mean_logit * kernel_to_true)
+        ctx.save_for_backward(logits, token_ids, kernel_to_true, *((lse, entropy) if with_entropy else ()))
+        ctx.settings = (shard, temperature, rows, inplace_backward)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_log_probs, grad_entropy):
+        logits, token_ids, kernel_to_true, *lse_and_entropy = ctx.saved_tensors
+        shard, temperature, rows, inplace_backward = ctx.settings
+        gradient = logits if inplace_backward else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        gradient[:, shard.width :] = 0
+        columns, owned = shard.local(token_ids)
+        scattered = torch.where(owned, grad_log_probs, 0.0) / temperature
+        total = torch.where(token_ids >= 0, grad_log_probs, 0.0).sum(dim=1)
+        scale = -total * kernel_to_true / temperature
+        reader = _ChunkReader(logits, shard.width, temperature, rows)
+        if shard.width:
+            for chunk, z in reader:
+                p = reader.softmax(z)
+                if lse_and_entropy:
+                    dz = _entropy_gradient(p, z, scale, grad_entropy, kernel_to_true, *lse_and_entropy, temperature, chunk)
+                else:
+                    dz = p.mul_(scale[chunk, None])
+                dz.scatter_add_(1, columns[chunk], scattered[chunk])
+                gradient[chunk, : shard.width] = dz
+        return gradient, None, None, None, None, None, None
+
+
+def _combine(local_lse: Tensor, shard: _VocabularyShard) -> Tensor:
+    if shard.group is None:
+        return local_lse
+    largest = shard.max(local_lse.clone())
+    return largest + shard.sum((local_lse - largest).exp()).log()
+
+
+def _expectation(p: Tensor, z: Tensor) -> Tensor:
+    # a masked column has p = 0 and z = -inf; their product is 0 here
+    return (p * torch.where(p > 0, z, 0.0)).sum(dim=-1)
+
+
+def _entropy_gradient(p, z, scale, grad_entropy, kernel_to_true, lse, entropy, temperature, chunk) -> Tensor:
+    log_p_plus_entropy = torch.where(p > 0, z, 0.0) - (lse - entropy)[chunk, None]
+    per_row = (grad_entropy * kernel_to_true / temperature)[chunk, None]
+    return p * (scale[chunk, None] - per_row * log_p_plus_entropy)
+
+
+class _GatherSelected(torch.autograd.Function):
+    """Raw logits of ids ``[T, 1+K]`` from ``[T, V/TP]``, 0 where the id is -1. Forward: one SUM over the group."""
+
+    @staticmethod
+    def forward(ctx, logits, token_ids, shard):
+        columns, owned = shard.local(token_ids)
+        ctx.save_for_backward(columns, owned)
+        ctx.like = (logits.shape, logits.dtype)
+        gathered = torch.where(owned, logits.gather(1, columns).to(_accumulation_dtype(logits)), 0.0)
+        return shard.sum(gathered)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        columns, owned = ctx.saved_tensors
+        shape, dtype = ctx.like
+        gradient = torch.zeros(shape, dtype=grad.dtype, device=grad.device)
+        gradient.scatter_add_(1, columns, torch.where(owned, grad, 0.0))
+        return gradient.to(dtype), None, None
