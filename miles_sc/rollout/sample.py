@@ -21,7 +21,7 @@ class Sample:
         rollout_topk_token_ids: int32 ``[R, K]``, -1 in unused slots.
         rollout_topk_log_probs: float32 ``[R, K]``, -inf in unused slots.
         rollout_sampling_mask: the support each token was drawn from, under filtered sampling.
-        weight_versions: R names of the weights that sampled each token; "" on observations.
+        weight_versions: R names of the weights that sampled each token, "" on observations; None if nobody tracks them.
         index, group_index: place in the rollout; samples of one prompt share the group.
         reward: filled by the task's verifier.
         response: the decoded response.
@@ -35,7 +35,7 @@ class Sample:
     rollout_topk_token_ids: np.ndarray | None = None
     rollout_topk_log_probs: np.ndarray | None = None
     rollout_sampling_mask: SamplingSupport | None = None
-    weight_versions: list[str] = field(default_factory=list)
+    weight_versions: list[str] | None = None
     index: int = -1
     group_index: int = -1
     reward: float | None = None
@@ -65,7 +65,8 @@ class Sample:
             self.rollout_sampling_mask = SamplingSupport.concatenate([self.rollout_sampling_mask, support])
         self.rollout_log_probs = [*(self.rollout_log_probs or ()), *([0.0] * rows)]
         self.loss_mask = [*(self.loss_mask or ()), *([0] * rows)]
-        self.weight_versions = [*self.weight_versions, *([""] * rows)]
+        if self.weight_versions is not None:
+            self.weight_versions = [*self.weight_versions, *([""] * rows)]
         self.tokens = [*self.tokens, *token_ids]
         self.response_length += rows
 
@@ -83,7 +84,8 @@ class Sample:
             self.rollout_log_probs = self.rollout_log_probs[:kept]
         if self.loss_mask is not None:
             self.loss_mask = self.loss_mask[:kept]
-        self.weight_versions = self.weight_versions[:kept]
+        if self.weight_versions is not None:
+            self.weight_versions = self.weight_versions[:kept]
         self.tokens = self.tokens[: len(self.tokens) - count]
         self.response_length = kept
 
@@ -98,7 +100,7 @@ class Sample:
         self.tokens = self.tokens[: len(self.tokens) - self.response_length]
         self.response_length = 0
         self.loss_mask = self.rollout_log_probs = self.candidates = self.rollout_sampling_mask = None
-        self.weight_versions = []
+        self.weight_versions = None
         self.reward, self.response, self.truncated = None, "", False
 
     def check_rows(self) -> None:
@@ -115,7 +117,7 @@ class Sample:
             "rollout_topk_token_ids": self.rollout_topk_token_ids,
             "rollout_topk_log_probs": self.rollout_topk_log_probs,
             "rollout_sampling_mask": self.rollout_sampling_mask,
-            "weight_versions": self.weight_versions or None,
+            "weight_versions": self.weight_versions,
         }
         for name, value in lengths.items():
             if value is not None and len(value) != self.response_length:

@@ -1,8 +1,8 @@
 """Dense float64 references for the loss: the whole vocabulary, plain autograd and none of the closed forms.
 
-The estimator sees K candidates and a tail summary. Here the distribution it stands for is written out over every token
-(``q_hat = q`` on the head, ``rho p`` outside), the weight function is applied to ``p / q_hat`` as it is defined, and autograd
-differentiates the sum. Agreement of the two is the claim under test.
+The estimator sees K candidates and a tail summary. Here the distribution it stands for is written out over every
+token (``q_hat = q`` on the head, ``rho p`` outside), the weight function is applied to ``p / q_hat`` as it is defined,
+and autograd differentiates the sum. Agreement of the two is the claim under test.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ def weight_function(mode: str, *, tis_clip: float = 2.0, mis_low: float = 0.5, m
 class DenseBatch:
     """T tokens with both distributions over the whole vocabulary.
 
-    train_logits [T, V]; rollout_log_probs [T, V], not necessarily normalised; token_ids [T, 1+K] with the sampled token first
-    and -1 in unused slots; advantages [T]; active bool [T] or None. With ``complete`` the head is all there is.
+    train_logits [T, V]; rollout_log_probs [T, V], not necessarily normalised; token_ids [T, 1+K] with the sampled token
+    first and -1 in unused slots; advantages [T]; active bool [T] or None. With ``complete`` the head is all there is.
     """
 
     train_logits: torch.Tensor
@@ -102,7 +102,7 @@ def reference(batch: DenseBatch, weight: Weight, *, eps: float = EPS) -> DenseRe
         surrogate = -advantage * (masked_dot(one_hot, log_p) - masked_dot(centre, log_p))
         (gradient,) = torch.autograd.grad(surrogate, logits)
 
-        # The estimator's own value leaves the tail out of the sum: the tail's score is minus the head's, its log-probs are not.
+        # The estimator's value leaves the tail out of the sum: the tail's score is minus the head's, its log-probs not.
         alpha = rho * weight(1 / rho)
         difference = torch.where(in_head, centre - alpha * p, 0.0)
         correction = masked_dot(difference, log_p.detach())
@@ -121,7 +121,7 @@ def reference(batch: DenseBatch, weight: Weight, *, eps: float = EPS) -> DenseRe
 
 
 def estimator_inputs(batch: DenseBatch, logits: torch.Tensor | None = None) -> ScoreCenteringInputs:
-    """What the estimator is given of a batch; the train log-probs are differentiable in ``logits`` (default: the batch's)."""
+    """What the estimator is given of a batch; train log-probs differentiate in ``logits`` (the batch's if None)."""
     logits = batch.train_logits if logits is None else logits
     score = dense_support_log_probs if batch.complete else dense_log_probs
     train = score(logits, batch.token_ids)

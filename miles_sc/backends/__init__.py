@@ -1,0 +1,1 @@
+"""How a policy is built, run forward and backward, stepped, saved and exported."""

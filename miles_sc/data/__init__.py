@@ -1,0 +1,1 @@
+"""From Samples to the tensors of one rank's micro-batches."""

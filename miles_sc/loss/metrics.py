@@ -1,0 +1,86 @@
+"""Per-token diagnostics of a step, reduced over micro-batches and data-parallel ranks."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from miles_sc.loss.hub import LossBatch
+
+# A mean hides the one broken token; these get their worst case beside it.
+_MIN = ("sc_train_head_mass", "sc_rollout_head_mass")
+_MAX = ("sc_tail_ratio", "sc_importance_weight", "train_rollout_logprob_abs_diff")
+_P99 = ("sc_tail_ratio", "sc_importance_weight", "train_rollout_logprob_abs_diff")
+
+
+class StepMetrics:
+    """Collects the token metrics of every micro-batch of a step; one reduction at its end."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[Tensor]] = {}
+        self._weights: list[Tensor] = []
+
+    def add(self, token_metrics: Mapping[str, Tensor], batch: LossBatch) -> None:
+        """Keeps the active rows' values, on the device."""
+        self._weights.append(torch.where(batch.active, batch.weights, 0.0))
+        for name, values in token_metrics.items():
+            # inactive rows have weight 0, and may hold NaN
+            self._rows.setdefault(name, []).append(torch.where(batch.active, values, 0.0))
+
+    def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """Means with the loss's own weights, and worst cases, over all ranks of ``group`` (None: the default group, if any).
+
+        ``sc_tail_ratio`` is taken over the tokens whose tail can be read. ``_p99`` is the worst rank's. Called once a step, it waits for the device.
+        """
+        weights = torch.cat(self._weights).double()
+        rows = {name: torch.cat(values).double() for name, values in self._rows.items()}
+        sums = {name: (weights * values).sum() for name, values in rows.items()}
+        extremes: dict[str, Tensor] = {}
+        if "sc_tail_ratio" in rows:
+            readable = weights * (1 - rows["sc_tail_floor_fraction"])
+            sums["sc_tail_ratio"], sums["_readable"] = (readable * rows["sc_tail_ratio"]).sum(), readable.sum()
+            w = rows["sc_importance_weight"]
+            counted = (weights > 0).double()
+            sums["_w"], sums["_w2"], sums["_n"] = (counted * w).sum(), (counted * w * w).sum(), counted.sum()
+            extremes = _extremes(rows, weights > 0)
+        _all_reduce(sums, dist.ReduceOp.SUM, group)
+        _all_reduce(extremes, dist.ReduceOp.MAX, group)
+        values = dict(zip([*sums, *extremes], torch.stack([*sums.values(), *extremes.values()]).tolist(), strict=True))
+        return _finish(values)
+
+
+def _extremes(rows: Mapping[str, Tensor], counted: Tensor) -> dict[str, Tensor]:
+    """Worst cases of this rank as maxima; a minimum is carried as the maximum of its negative."""
+    kept = {name: values[counted] for name, values in rows.items()}
+    nothing = next(iter(rows.values())).new_tensor(-torch.inf)
+    return (
+        {f"{name}_min": (-kept[name]).amax() if kept[name].numel() else nothing for name in _MIN}
+        | {f"{name}_max": kept[name].amax() if kept[name].numel() else nothing for name in _MAX}
+        | {f"{name}_p99": _percentile_99(kept[name]) if kept[name].numel() else nothing for name in _P99}
+    )
+
+
+def _percentile_99(values: Tensor) -> Tensor:
+    # torch.quantile stops at 16M elements
+    return values.kthvalue(math.ceil(0.99 * values.numel())).values
+
+
+def _all_reduce(values: dict[str, Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+    if not values or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    packed = torch.stack(list(values.values()))
+    dist.all_reduce(packed, op=op, group=group)
+    values.update(zip(values, packed.unbind(), strict=True))
+
+
+def _finish(values: dict[str, float]) -> dict[str, float]:
+    if "_n" in values:
+        readable, w, w2, n = (values.pop(name) for name in ("_readable", "_w", "_w2", "_n"))
+        values["sc_tail_ratio"] = values["sc_tail_ratio"] / readable if readable else 1.0
+        # Kish's effective sample size as a share of the tokens
+        values["sc_ess"] = w * w / (n * w2) if n and w2 else 0.0
+        for name in _MIN:
+            values[f"{name}_min"] = -values[f"{name}_min"]
+    return values
