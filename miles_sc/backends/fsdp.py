@@ -2,9 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,25 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.data.micro_batch import MicroBatch
 from miles_sc.loss.finite_guard import FiniteGuard
 from miles_sc.loss.hub import LossBatch, LossFunction, LossOutput, LossSettings
 from miles_sc.loss.metrics import StepMetrics
 
 ScoreFunction = Callable[[Tensor, LossBatch], Tensor]
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """Names as the flags have them."""
-
-    optimizer: str = "adam"
-    lr: float = 1e-6
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-8
-    clip_grad: float = 1.0
 
 
 class FsdpBackend:
@@ -76,15 +63,21 @@ class FsdpBackend:
             return self.model(input_ids=micro_batch.input_ids, use_cache=False).logits[0]
 
     @torch.no_grad()
-    def score(self, micro_batches: Sequence[MicroBatch], function: ScoreFunction) -> list[Tensor]:
+    def score(self, micro_batches: Iterable[MicroBatch], function: ScoreFunction) -> list[Tensor]:
         """``function(logits, batch) -> [T]`` of each micro-batch, without graph: log-probs before a step, say."""
         self.model.eval()
         return [function(self.logits(micro_batch), micro_batch.loss) for micro_batch in micro_batches]
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, settings: LossSettings) -> dict[str, float]:
+    def train_step(
+        self, micro_batches: Iterable[MicroBatch], passes: int, loss_function: LossFunction, settings: LossSettings
+    ) -> dict[str, float]:
         """Forward and backward over the micro-batches of one optimizer step, then the step.
 
-        Every rank must bring the same number of micro-batches. Collectives: FSDP's own, one flag, one metrics reduction.
+        Collectives: FSDP's own, one flag, one metrics reduction.
+
+        Args:
+            micro_batches: built as they are needed.
+            passes: how many there are; the same on every rank.
 
         Raises:
             ValueError: a trained token or the gradient norm is not finite; no parameter has changed then.
@@ -93,7 +86,7 @@ class FsdpBackend:
         self.optimizer.zero_grad(set_to_none=True)
         guard, metrics = FiniteGuard(), StepMetrics()
         for number, micro_batch in enumerate(micro_batches, start=1):
-            self.model.set_requires_gradient_sync(number == len(micro_batches))
+            self.model.set_requires_gradient_sync(number == passes)
             guard.watch(micro_batch.describe)
             output = self._loss(self.logits(micro_batch), micro_batch.loss, loss_function, settings, guard)
             # the weights already divide by the whole step, and FSDP averages over ranks

@@ -1,7 +1,7 @@
 """Per-token diagnostics of a step, reduced over micro-batches and data-parallel ranks."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -84,3 +84,17 @@ def _finish(values: dict[str, float]) -> dict[str, float]:
         for name in _MIN:
             values[f"{name}_min"] = -values[f"{name}_min"]
     return values
+
+
+def combine_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of a rollout from those of its optimizer steps: means, and the worst of worst cases."""
+    combined = {}
+    for name in steps[0]:
+        values = [step[name] for step in steps]
+        if name.endswith("_min"):
+            combined[name] = min(values)
+        elif name.endswith(("_max", "_p99")):
+            combined[name] = max(values)
+        else:
+            combined[name] = sum(values) / len(values)
+    return combined

@@ -122,7 +122,8 @@ def support_log_probs(
     if not with_entropy:
         return log_probs
     head = log_probs[:, 1:]
-    return log_probs, -torch.where(valid[:, 1:], head.exp() * head, 0.0).sum(dim=1)
+    counted = torch.where(valid[:, 1:] & (head > -torch.inf), head, 0.0)  # p log p is 0 where p is 0
+    return log_probs, -(torch.where(valid[:, 1:], head.exp(), 0.0) * counted).sum(dim=1)
 
 
 def _vocabulary_shard(
@@ -166,11 +167,12 @@ def _accumulation_dtype(logits: Tensor) -> torch.dtype:
 class _ChunkReader:
     """Row chunks of the true columns as ``logits / temperature`` in the accumulation dtype, through one reused buffer."""
 
-    def __init__(self, logits: Tensor, width: int, temperature: float, rows: int) -> None:
-        self.logits, self.width, self.temperature, self.rows = logits, width, temperature, rows
+    def __init__(self, logits: Tensor, shard: _VocabularyShard, temperature: float, rows: int) -> None:
+        self.logits, self.width, self.temperature, self.rows = logits, shard.width, temperature, rows
+        self.one_of_several = shard.group is not None
         dtype = _accumulation_dtype(logits)
-        buffer = (min(rows, logits.shape[0]), width)
-        self.copies = logits.dtype != dtype or temperature != 1.0 or width != logits.shape[1]
+        buffer = (min(rows, logits.shape[0]), shard.width)
+        self.copies = logits.dtype != dtype or temperature != 1.0 or shard.width != logits.shape[1]
         self._scaled = logits.new_empty(buffer if self.copies else (0, 0), dtype=dtype)
         self._softmax = logits.new_empty(buffer, dtype=dtype)
 
@@ -188,7 +190,11 @@ class _ChunkReader:
 
     def softmax(self, scaled: Tensor) -> Tensor:
         """The fused kernel's softmax of a chunk, in a buffer that the next call overwrites."""
-        return torch.softmax(scaled, dim=-1, out=self._softmax[: scaled.shape[0]])
+        p = torch.softmax(scaled, dim=-1, out=self._softmax[: scaled.shape[0]])
+        if self.one_of_several:
+            # a row may be masked on this rank's columns alone: it has no mass here, where the kernel says NaN
+            p.masked_fill_(scaled.amax(dim=-1, keepdim=True) == -torch.inf, 0.0)
+        return p
 
 
 class _SelectedLogProbs(torch.autograd.Function):
@@ -202,7 +208,7 @@ class _SelectedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, token_ids, shard, temperature, rows, inplace_backward, with_entropy):
         columns, owned = shard.local(token_ids)
-        reader = _ChunkReader(logits, shard.width, temperature, rows)
+        reader = _ChunkReader(logits, shard, temperature, rows)
         dtype = _accumulation_dtype(logits)
         selected = torch.zeros(token_ids.shape, dtype=dtype, device=logits.device)
         kernel_lse = torch.full(logits.shape[:1], -torch.inf, dtype=dtype, device=logits.device)
@@ -212,13 +218,14 @@ class _SelectedLogProbs(torch.autograd.Function):
             for chunk, z in reader:
                 p = reader.softmax(z)
                 # what the kernel subtracted, read back from its largest probability
-                kernel_lse[chunk] = z.amax(dim=-1) - p.amax(dim=-1).log()
+                largest = z.amax(dim=-1)
+                kernel_lse[chunk] = torch.where(largest == -torch.inf, largest, largest - p.amax(dim=-1).log())
                 # the kernel sums 150k exponentials one after the other; a pairwise sum of its result mends the error (7e-5)
                 mass[chunk] = p.sum(dim=-1)
                 selected[chunk] = torch.where(owned[chunk], z.gather(1, columns[chunk]), 0.0)
                 if with_entropy:
                     mean_logit[chunk] = _expectation(p, z)
-        local_lse = kernel_lse + mass.log()
+        local_lse = torch.where(kernel_lse == -torch.inf, -torch.inf, kernel_lse + mass.log())
         lse = _combine(local_lse, shard)
         log_probs = torch.where(token_ids >= 0, shard.sum(selected) - lse[:, None], 0.0)
 
@@ -243,7 +250,7 @@ class _SelectedLogProbs(torch.autograd.Function):
         scattered = torch.where(owned, grad_log_probs, 0.0) / temperature
         total = torch.where(token_ids >= 0, grad_log_probs, 0.0).sum(dim=1)
         scale = -total * kernel_to_true / temperature
-        reader = _ChunkReader(logits, shard.width, temperature, rows)
+        reader = _ChunkReader(logits, shard, temperature, rows)
         if shard.width:
             for chunk, z in reader:
                 p = reader.softmax(z)

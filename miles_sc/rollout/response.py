@@ -50,22 +50,26 @@ def append_candidates(
         ValueError: anything missing, short, long, misaligned or not a distribution; the sample is then as it was.
     """
     generated = read_generated_tokens(meta_info, k=k, mode=mode, vocab_size=vocab_size)
-    rows = generated.token_ids.size
     before = _recorded_candidates(sample, k)
-    log_probs = list(sample.rollout_log_probs or ())
-    loss_mask = [1] * sample.response_length if sample.loss_mask is None else list(sample.loss_mask)
-    for name, value in (("rollout_log_probs", log_probs), ("loss_mask", loss_mask)):
-        if len(value) != sample.response_length:
-            raise ValueError(f"{name} has {len(value)} entries for a response of {sample.response_length} tokens: the sample is misaligned")
+    log_probs, loss_mask = _aligned_scalars(sample)
     support = _extended_support(sample, generated.support, mode)
     candidates = generated.candidates if before is None else Candidates.concatenate([before, generated.candidates])
 
     sample.rollout_topk_token_ids, sample.rollout_topk_log_probs = candidates.token_ids, candidates.log_probs
     sample.rollout_sampling_mask = support
-    sample.rollout_log_probs = log_probs + generated.log_probs.tolist()
-    sample.loss_mask = loss_mask + [1] * rows
-    sample.tokens = list(sample.tokens) + generated.token_ids.tolist()
-    sample.response_length += rows
+    _extend_tokens(sample, generated.token_ids, log_probs, generated.log_probs, loss_mask)
+
+
+def append_sampled_tokens(sample: Any, meta_info: Mapping[str, Any], *, vocab_size: int | None = None) -> None:
+    """Extends a sample by what one call generated when no candidates are recorded (K = 0), all or nothing.
+
+    Raises:
+        ValueError: log-probs that are missing or no log-probs; the sample is then as it was.
+    """
+    token_ids, values = _sampled_tokens(meta_info)
+    _check_sampled(token_ids, values, vocab_size)
+    log_probs, loss_mask = _aligned_scalars(sample)
+    _extend_tokens(sample, token_ids, log_probs, values, loss_mask)
 
 
 def read_generated_tokens(meta_info: Mapping[str, Any], *, k: int, mode: str, vocab_size: int | None) -> GeneratedTokens:
@@ -279,3 +283,20 @@ def _extended_support(sample: Any, added: SamplingSupport | None, mode: str) -> 
     if before is None and sample.response_length:
         raise ValueError("the sample's earlier tokens lack their sampling support: one run, one kind of sampling")
     return added if before is None else SamplingSupport.concatenate([before, added])
+
+
+def _aligned_scalars(sample: Any) -> tuple[list[float], list[int]]:
+    """Copies of the sample's log-probs and loss mask so far, one entry per response token."""
+    log_probs = list(sample.rollout_log_probs or ())
+    loss_mask = [1] * sample.response_length if sample.loss_mask is None else list(sample.loss_mask)
+    for name, value in (("rollout_log_probs", log_probs), ("loss_mask", loss_mask)):
+        if len(value) != sample.response_length:
+            raise ValueError(f"{name} has {len(value)} entries for a response of {sample.response_length} tokens: the sample is misaligned")
+    return log_probs, loss_mask
+
+
+def _extend_tokens(sample: Any, token_ids: np.ndarray, before: list[float], added: np.ndarray, loss_mask: list[int]) -> None:
+    sample.rollout_log_probs = before + added.tolist()
+    sample.loss_mask = loss_mask + [1] * token_ids.size
+    sample.tokens = list(sample.tokens) + token_ids.tolist()
+    sample.response_length += token_ids.size

@@ -9,8 +9,12 @@ AnswerRule = Callable[[str, str], float]
 
 CONSTANT_PREFIX = "constant:"
 
-# A sign counts unless it follows a digit, letter or bracket, where it is an operator; thousands commas belong to the number.
-_NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:(?<=\d)\.\d+|\.\d+|(?<=\d))(?:[eE][-+]?\d{1,3}(?!\d))?")
+# A sign after a digit, letter or bracket is an operator, and thousands commas belong to the number.
+_NUMBER = re.compile(
+    r"(?:(?<![\w)])[-+])?"
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+    r"(?:[eE][-+]?\d{1,3}(?!\d))?"
+)
 
 
 def exact(answer: str, text: str) -> float:
@@ -41,8 +45,8 @@ RULES: dict[str, AnswerRule] = {"exact": exact, "number": number, "contains": co
 def answer_rule(rm_type: str) -> AnswerRule:
     """Rule behind an ``--rm-type`` value: ``exact``, ``number``, ``contains`` or ``constant:<value>``.
 
-    ``constant:<value>`` pays the same whatever the text, so the true policy gradient is zero. An unknown name, or a constant that is not a
-    finite number, is a ValueError.
+    ``constant:<value>`` pays the same whatever the text, so the true policy gradient is zero. An unknown name, or a
+    constant that is not a finite number, is a ValueError.
     """
     if rm_type in RULES:
         return RULES[rm_type]

@@ -21,7 +21,7 @@ LIST_TASKS = "python -c \"from miles_sc.trainer.tasks import task_names; print(*
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt with its reference answer; ``answer`` is empty where only a verifier can tell, ``entry`` is what the verifier needs."""
+    """One prompt; ``answer`` is empty where only a verifier can tell, ``entry`` is what the verifier reads."""
 
     index: int
     prompt: str
@@ -74,20 +74,21 @@ def load_task(
     held_out: int,
     task_options: Mapping[str, Any] | None = None,
 ) -> Task:
-    """The task that the command line names: ``task`` is a reasoning-gym data set, ``prompt_data`` a JSONL file; exactly one is given.
+    """The task that the command line names, by exactly one of ``task`` (reasoning-gym) and ``prompt_data`` (JSONL).
 
-    ``rm_type`` None means the data set's own verifier; a JSONL file has none and needs ``exact``, ``number`` or ``contains``.
-    ``constant:<value>`` works on both. ``seed`` moves the training order, never the split. Everything that does not fit is a ValueError.
+    ``rm_type`` None means the data set's own verifier; a JSONL file has none and needs ``exact``, ``number`` or
+    ``contains``. ``constant:<value>`` works on both. ``seed`` moves the training order, never the split. Arguments that
+    do not fit each other, unknown names and malformed lines are ValueErrors.
     """
     if (task is None) == (prompt_data is None):
-        raise ValueError(f"give exactly one of --task and --prompt-data, got --task {task!r} and --prompt-data {prompt_data!r}")
+        raise ValueError(f"give exactly one of --task and --prompt-data, got {task!r} and {prompt_data!r}")
     if held_out < 1:
         raise ValueError(f"the held-out set needs at least 1 problem, got {held_out}")
     if task is not None:
         source: ProblemSource = ProceduralProblems(task, seed=seed, options=task_options or {})
     else:
         if task_options:
-            raise ValueError(f"--task-option {', '.join(task_options)} needs --task; a --prompt-data file has no options")
+            raise ValueError(f"--task-option {', '.join(task_options)} needs --task; --prompt-data has no options")
         source = JsonlProblems(Path(prompt_data), input_key, label_key, rm_type, seed=seed, held_out=held_out)
     return Task(name=task or str(prompt_data), source=source, reward=_reward(source, rm_type), held_out=held_out)
 
@@ -98,7 +99,7 @@ def task_names() -> list[str]:
 
 
 def parse_task_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """``["max_terms=3", "allow_negation=true"]`` as a dict; values become int, float, bool or a JSON list where they read as one."""
+    """``["max_terms=3", "allow_negation=true"]`` as a dict; values become int, float, bool or list where they read so."""
     options = {}
     for pair in pairs:
         key, separator, raw = pair.partition("=")
@@ -124,8 +125,8 @@ class RuleReward:
 class ProceduralProblems:
     """A reasoning-gym data set as an endless stream of problems.
 
-    A prompt is held out when its hash falls into one residue class of ten, whatever the seed: a model warmed up under another seed, or in
-    another run, has not seen the evaluation set either, and small tasks whose prompts repeat cannot leak.
+    A prompt is held out when its hash falls into one residue class of ten, whatever the seed: a model warmed up under
+    another seed, or in another run, has not seen the evaluation set either, and prompts that repeat cannot leak.
     """
 
     def __init__(self, name: str, *, seed: int, options: Mapping[str, Any]):
@@ -139,7 +140,7 @@ class ProceduralProblems:
             entry = self._entry(f"train {self._seed} {attempt}", index)
             if not _is_held_out(entry["question"]):
                 return _problem(index, entry)
-        raise ValueError(f"--task {self._name}: no training problem at index {index}; its options allow too few distinct problems")
+        raise ValueError(f"--task {self._name}: no problem to train on at index {index}; widen it with --task-option")
 
     def held_out(self, count: int) -> list[Problem]:
         found: dict[str, Problem] = {}
@@ -156,7 +157,7 @@ class ProceduralProblems:
         )
 
     def verify(self, problem: Problem, text: str) -> float:
-        """The data set's own score. Its verifiers differ in what they raise on text that they cannot parse; such text earns 0."""
+        """The data set's own score. Verifiers differ in what they raise on text they cannot parse; such text earns 0."""
         try:
             return self._score(problem.entry, text.strip())
         except Exception:
@@ -180,7 +181,8 @@ class ProceduralProblems:
     def _data_set(self, stream: str, chunk: int) -> Any:
         key = (stream, chunk)
         if key not in self._chunks:
-            self._chunks[key] = _create_data_set(self._name, self._options, seed=_stable_hash(f"{stream} {chunk}") % 2**31)
+            seed = _stable_hash(f"{stream} {chunk}") % 2**31
+            self._chunks[key] = _create_data_set(self._name, self._options, seed=seed)
         self._chunks.move_to_end(key)
         while len(self._chunks) > 8:
             self._chunks.popitem(last=False)
@@ -206,9 +208,10 @@ class JsonlProblems:
         unseen = {problem.prompt for problem in self._held_out}
         self._train = [problem for problem in problems if problem.prompt not in unseen]
         if not self._train:
+            distinct = len({problem.prompt for problem in problems})
             raise ValueError(
-                f"{path}: {len(problems)} problems with {len({p.prompt for p in problems})} distinct prompts leave none to train on "
-                f"beside {held_out} held out; add lines or hold out fewer"
+                f"--prompt-data {path}: {len(problems)} lines with {distinct} distinct prompts leave none to train on beside "
+                f"{held_out} held out; add lines or hold out fewer"
             )
         self._seed = seed
 
@@ -228,11 +231,12 @@ def _reward(source: ProblemSource, rm_type: str | None) -> Callable[[Problem, st
 
 def _read_jsonl(path: Path, input_key: str, label_key: str, rm_type: str) -> Iterator[Problem]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as file:
+            lines = list(file)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompt-data {path} cannot be read: {error}; give a UTF-8 JSONL file") from error
     if not any(line.strip() for line in lines):
-        raise ValueError(f'--prompt-data {path} is empty; write one {{"{input_key}": prompt, "{label_key}": answer}} per line')
+        raise ValueError(f"--prompt-data {path} is empty; write one object with {input_key!r} and {label_key!r} per line")
     rule = answer_rule(rm_type)
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"
@@ -250,9 +254,10 @@ def _parse_line(where: str, line: str, input_key: str, label_key: str) -> tuple[
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno}); write one JSON object per line") from error
+        problem = f"{error.msg} at column {error.colno}"
+        raise ValueError(f"{where}: not JSON ({problem}); write one JSON object per line") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{where}: a JSON {type(record).__name__}, not an object; write {{\"{input_key}\": ..., \"{label_key}\": ...}}")
+        raise ValueError(f"{where}: {line.strip()!r} is no JSON object; write one with {input_key!r} and {label_key!r}")
     for key, flag in ((input_key, "--input-key"), (label_key, "--label-key")):
         if key not in record:
             raise ValueError(f"{where}: no key {key!r} among {sorted(record)}; add it or set {flag}")
@@ -270,7 +275,7 @@ def _data_sets() -> Mapping[str, Any]:
         import reasoning_gym  # noqa: F401
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
-        raise ValueError(f"--task needs the package reasoning-gym ({error}); install it with pip install 'miles-sc[train]'") from error
+        raise ValueError(f"--task needs reasoning-gym ({error}); pip install 'miles-sc[train]'") from error
     # A composite is a list of other data sets, which key=value options cannot describe.
     return {name: classes for name, classes in DATASETS.items() if name != "composite"}
 
@@ -280,11 +285,11 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
     if name not in data_sets:
         close = difflib.get_close_matches(name, data_sets, n=5, cutoff=0.5)
         meant = f"did you mean {', '.join(close)}? " if close else ""
-        raise ValueError(f"--task {name!r} is not a reasoning-gym data set; {meant}All {len(data_sets)} names: {LIST_TASKS}")
+        raise ValueError(f"--task {name!r} is no reasoning-gym data set; {meant}all {len(data_sets)}: {LIST_TASKS}")
     valid = {f.name for f in dataclasses.fields(data_sets[name][1])} - {"seed", "size"}
     for key in options:
         if key not in valid:
-            raise ValueError(f"--task-option {key!r} is not an option of {name}; its options are {', '.join(sorted(valid))}")
+            raise ValueError(f"--task-option {key!r} is no option of {name}; choose from {', '.join(sorted(valid))}")
     try:
         _create_data_set(name, options, seed=0)
     except Exception as error:
@@ -314,7 +319,7 @@ def _stable_hash(text: str) -> int:
 
 @contextlib.contextmanager
 def _global_random(seed: str) -> Iterator[None]:
-    """Some generators draw from the global ``random`` module beside their own: give them a state, and give the caller's back."""
+    """Some generators also draw from the global ``random``: give it a state of ours, then the caller's back."""
     state = random.getstate()
     random.seed(seed)
     try:

@@ -1,21 +1,25 @@
-"""The embedded engine: its wire, its distribution, its batching, its refusals and its weight updates."""
+"""The embedded engine: its wire, its distribution, its random streams and its batching."""
 
-import copy
 import json
 
 import numpy as np
-import pybase64
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pybase64 = pytest.importorskip("pybase64")
+pytest.importorskip("transformers")
 
-from miles_sc.rollout.engines.embedded import EmbeddedEngine  # noqa: E402
 from miles_sc.rollout.engines.sampling import ordered_top  # noqa: E402
-
-VOCAB = 512
-TRUE_VOCAB = 500
-STOP = 1
+from tests.rollout.tiny_model import (  # noqa: E402
+    AS_B64,
+    AS_FLAT,
+    AS_SUPPORT,
+    STOP,
+    TRUE_VOCAB,
+    body,
+    build_engine,
+    build_model,
+)
 
 META = [
     "id",
@@ -46,30 +50,6 @@ FLAT_B64 = [
 ]
 SUPPORT = ["output_token_sampling_mask", "output_token_sampling_logprobs", "output_token_sampling_mask_length"]
 
-AS_FLAT = {"return_flat_raw_output_top_logprobs": True}
-AS_B64 = {**AS_FLAT, "return_flat_raw_top_logprobs_b64": True}
-AS_SUPPORT = {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
-
-
-def build_model(**changes):
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        **{
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "max_position_embeddings": 160,
-            "initializer_range": 0.3,
-            "tie_word_embeddings": True,
-            **changes,
-        }
-    )
-    return transformers.Qwen3ForCausalLM(config).eval()
-
 
 @pytest.fixture(scope="module")
 def model():
@@ -79,18 +59,6 @@ def model():
 @pytest.fixture
 def engine(model):
     return build_engine(model)
-
-
-def build_engine(model, **changes):
-    return EmbeddedEngine(
-        model, **{"stop_token_ids": [STOP], "pad_token_id": 0, "seed": 3, "vocab_size": TRUE_VOCAB, **changes}
-    )
-
-
-def body(input_ids=(5, 6, 7), *, top=0, params=(), **fields):
-    sampling = {"temperature": 0.8, "max_new_tokens": 6, "ignore_eos": True, **dict(params)}
-    asked = {"top_logprobs_num": top} if top else {}
-    return {"input_ids": list(input_ids), "sampling_params": sampling, "return_logprob": True, **asked, **fields}
 
 
 def reference_log_probs(model, prompt, output_ids, temperature):
@@ -206,9 +174,7 @@ def test_support_rows_are_the_filtered_distribution(engine, model, top_k, top_p)
         full = reference_log_probs(model, prompt, answer["output_ids"], 0.8).numpy()
         meta = answer["meta_info"]
         assert meta["output_token_sampling_mask_length"] == 6
-        np.testing.assert_allclose(
-            token_log_probs(answer), full[np.arange(6), answer["output_ids"]], atol=1e-5
-        )
+        np.testing.assert_allclose(token_log_probs(answer), full[np.arange(6), answer["output_ids"]], atol=1e-5)
         rows = zip(meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"], full, strict=True)
         for token_id, (ids, values, row) in zip(answer["output_ids"], rows, strict=True):
             expected_ids, expected = filtered(row, top_k, top_p)
@@ -340,7 +306,8 @@ def test_a_stop_token_ends_a_row_and_is_kept_in_it(model):
     assert stopped["output_ids"] == free["output_ids"][: first + 1]
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     assert stopped["text"] == " ".join(map(str, free["output_ids"][:first]))
-    assert ignored["output_ids"] == free["output_ids"] and ignored["text"].split() == [str(i) for i in ignored["output_ids"]]
+    assert ignored["output_ids"] == free["output_ids"]
+    assert ignored["text"] == " ".join(map(str, free["output_ids"]))
     assert own["output_ids"] == free["output_ids"][:1]
     assert exact["meta_info"]["finish_reason"] == {"type": "length", "length": first + 1}
 
@@ -362,3 +329,45 @@ def test_zero_tokens_hold_no_row(engine):
     assert support["meta_info"]["output_token_sampling_mask"] == []
     assert len(two["output_ids"]) == 2
     assert engine.generate([]) == []
+
+
+def test_a_refused_call_draws_nothing(model):
+    engine, other = build_engine(model), build_engine(model)
+    with pytest.raises(ValueError, match="request 1 of 2: top_logprobs_num=501"):
+        engine.generate([body(), body(top=TRUE_VOCAB + 1)])
+    assert engine.generate([body()])[0]["output_ids"] == other.generate([body()])[0]["output_ids"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 513}, "vocab_size=513"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+        ({"pad_token_id": 512}, "pad_token_id=512"),
+        ({"seed": -1}, "seed=-1"),
+        ({"max_batch_tokens": 0}, "max_batch_tokens=0"),
+        ({"stop_token_ids": [TRUE_VOCAB]}, f"stop_token_ids={TRUE_VOCAB}"),
+    ],
+)
+def test_bad_arguments_are_refused(model, changes, message):
+    with pytest.raises(ValueError, match=message):
+        build_engine(model, **changes)
+
+
+def test_logits_that_are_not_finite_are_an_error():
+    broken = build_model()
+    with torch.no_grad():
+        broken.model.norm.weight[0] = torch.nan
+    with pytest.raises(ValueError, match="logits are not finite"):
+        build_engine(broken).generate([body()])
+
+
+def test_learned_positions_survive_finished_rows_at_the_limit():
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=TRUE_VOCAB, n_positions=12, n_embd=16, n_layer=1, n_head=2)
+    engine = build_engine(transformers.GPT2LMHeadModel(config), stop_token_ids=[])
+    bodies = [body([3] * (12 - count), params={"max_new_tokens": count}) for count in (2, 4, 8, 8, 8, 8, 8, 8, 8, 8, 8)]
+    lengths = [len(answer["output_ids"]) for answer in engine.generate(bodies)]
+    assert lengths == [one["sampling_params"]["max_new_tokens"] for one in bodies]

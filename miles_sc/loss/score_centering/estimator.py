@@ -159,8 +159,9 @@ def _where_it_counts(log_probs: Tensor, carries_weight: Tensor, trained: Tensor)
 def _coefficients(inputs: ScoreCenteringInputs, weights: ImportanceSampling) -> _Coefficients:
     p_log = torch.where(inputs.head_mask, inputs.train_head_log_probs, -torch.inf)
     q_log = torch.where(inputs.head_mask, inputs.rollout_head_log_probs, -torch.inf)
-    # a NaN candidate has no mass; on a trained token it is a fault and stops the step
-    p, q = p_log.exp().nan_to_num(nan=0.0, posinf=0.0), q_log.exp().nan_to_num(nan=0.0, posinf=0.0)
+    # a NaN candidate has no mass (on a trained token it is a fault and stops the step); what an inactive row holds may be
+    # any number, and its coefficient must stay finite to be multiplied by a zero advantage
+    p, q = (log_probs.exp().nan_to_num(nan=0.0).clamp(max=1.0) for log_probs in (p_log, q_log))
     train_mass, rollout_mass = p.sum(dim=1), q.sum(dim=1)
     if inputs.complete_head:
         rho = torch.ones_like(train_mass)

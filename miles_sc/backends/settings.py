@@ -1,0 +1,16 @@
+"""What every backend is told, apart from the model."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Names as the flags have them."""
+
+    optimizer: str = "adam"
+    lr: float = 1e-6
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0

@@ -1,0 +1,297 @@
+"""Flags of ``miles-sc train``, under the names that Miles users know, and the rules they must satisfy together."""
+
+import argparse
+import difflib
+from pathlib import Path
+from typing import Any
+
+from miles_sc.arguments import LOSS_TYPE, ScoreCenteringConfig, add_score_centering_arguments, validate_score_centering_arguments
+from miles_sc.backends.settings import OptimizerSettings
+from miles_sc.loss.hub import LossSettings
+from miles_sc.loss.policy import TIS_MODES
+from miles_sc.loss.regularizers import KL_TYPES
+from miles_sc.rollout.engines.mismatch import parse_mismatch
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Every flag of ``miles-sc train``, grouped as ``--help`` shows them."""
+    _add_model_and_task(parser.add_argument_group("model and task"))
+    _add_rollout(parser.add_argument_group("rollout"))
+    _add_training(parser.add_argument_group("training"))
+    _add_loss(parser.add_argument_group("loss"))
+    add_score_centering_arguments(parser.add_argument_group("score centering"))
+    _add_layout(parser.add_argument_group("layout"))
+    _add_output(parser.add_argument_group("output, checkpoints and comparison"))
+
+
+def _add_model_and_task(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--hf-checkpoint", required=True, metavar="DIR", help="Hugging Face directory of the model to train")
+    add("--ref-load", metavar="DIR", help="reference model of --use-kl-loss (default: --hf-checkpoint)")
+    add("--task", metavar="NAME", help="a reasoning-gym task, e.g. chain_sum; its own verifier is the reward")
+    add("--task-option", action="append", default=[], metavar="KEY=VALUE", help="an option of the task; may be repeated")
+    add("--prompt-data", metavar="FILE", help="JSONL of prompts and answers, instead of --task")
+    add("--input-key", default="input", help="prompt field of --prompt-data (default: %(default)s)")
+    add("--label-key", default="label", help="answer field of --prompt-data (default: %(default)s)")
+    add(
+        "--rm-type", metavar="RULE",
+        help="reward rule: exact, number or contains for --prompt-data; constant:<value> for any task (default: the task's own)",
+    )  # fmt: skip
+    add("--apply-chat-template", action="store_true", help="wrap each prompt in the tokenizer's chat template")
+    add("--held-out", type=int, default=128, metavar="N", help="problems kept for evaluation, never trained on (default: %(default)s)")
+
+
+def _add_rollout(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--num-rollout", type=int, required=True, metavar="N", help="rollouts in the whole run")
+    add("--rollout-batch-size", type=int, required=True, metavar="N", help="prompts per rollout")
+    add("--n-samples-per-prompt", type=int, default=8, metavar="N", help="responses per prompt, one GRPO group (default: %(default)s)")
+    add("--rollout-max-response-len", type=int, default=64, metavar="N", help="most tokens in a response (default: %(default)s)")
+    add("--rollout-temperature", type=float, default=1.0, metavar="T", help="sampler's temperature (default: %(default)s)")
+    add("--rollout-top-p", type=float, default=1.0, metavar="P", help="nucleus of the sampler; 1 is unfiltered (default: %(default)s)")
+    add("--rollout-top-k", type=int, default=-1, metavar="N", help="top-k of the sampler; -1 is unfiltered (default: %(default)s)")
+    add("--rollout-seed", type=int, default=42, metavar="N", help="seed of prompts and sampling (default: %(default)s)")
+    add("--rollout-engine", choices=("embedded",), default="embedded", help="what generates (default: %(default)s)")
+    add(
+        "--rollout-mismatch", default="none", metavar="KIND",
+        help="make the sampler differ from the trainer: none, int8, int4 or noise:<sigma> (default: %(default)s)",
+    )  # fmt: skip
+    add("--rollout-staleness", type=int, default=0, metavar="N", help="sample with the weights of N updates ago (default: %(default)s)")
+    add("--train-async", action="store_true", help="generate the next rollout while this one trains (one update stale)")
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--global-batch-size", type=int, metavar="N", help="samples per optimizer step (default: the whole rollout)")
+    add("--num-steps-per-rollout", type=int, metavar="N", help="optimizer steps per rollout, instead of --global-batch-size")
+    add("--micro-batch-size", type=int, default=1, metavar="N", help="samples per forward pass (default: %(default)s)")
+    add("--use-dynamic-batch-size", action="store_true", help="fill forward passes up to --max-tokens-per-gpu instead")
+    add("--max-tokens-per-gpu", type=int, metavar="N", help="padded tokens per forward pass")
+    add("--optimizer", choices=("adam", "sgd"), default="adam", help="AdamW or plain SGD (default: %(default)s)")
+    add("--lr", type=float, default=1e-6, help="constant learning rate (default: %(default)s)")
+    add("--weight-decay", type=float, default=0.0, help="default: %(default)s")
+    add("--adam-beta1", type=float, default=0.9, help="default: %(default)s")
+    add("--adam-beta2", type=float, default=0.999, help="default: %(default)s")
+    add("--adam-eps", type=float, default=1e-8, help="default: %(default)s")
+    add("--clip-grad", type=float, default=1.0, help="largest gradient norm; 0 is no limit (default: %(default)s)")
+    add("--bf16", action="store_true", help="compute in bfloat16; master weights stay float32")
+    add("--gradient-checkpointing", action="store_true", help="recompute activations in backward")
+
+
+def _add_loss(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--loss-type", choices=("policy_loss", LOSS_TYPE), default="policy_loss", help="default: %(default)s")
+    add("--advantage-estimator", default="grpo", help="default: %(default)s, the only one")
+    add("--disable-grpo-std-normalization", action="store_true", help="do not divide a group's rewards by their spread")
+    add("--disable-rewards-normalization", action="store_true", help="do not subtract a group's mean reward either")
+    add("--calculate-per-token-loss", action="store_true", help="every token counts alike, instead of every sample")
+    add("--use-rollout-logprobs", action="store_true", help="the sampler's log-probs are the old policy; no extra forward pass")
+    add("--eps-clip", type=float, default=0.2, help="PPO clip of policy_loss (default: %(default)s)")
+    add("--eps-clip-high", type=float, help="its upper side (default: --eps-clip)")
+    add("--use-tis", action="store_true", help="weight policy_loss by p_old / q, see the next three")
+    add("--tis-mode", choices=TIS_MODES, default="truncate", help="truncate the weight into the band, or mask outside (default: %(default)s)")
+    add("--tis-clip", type=float, default=2.0, help="upper end of the band (default: %(default)s)")
+    add("--tis-clip-low", type=float, default=0.0, help="lower end of the band (default: %(default)s)")
+    add("--entropy-coef", type=float, default=0.0, help="default: %(default)s")
+    add("--observe-training-entropy", action="store_true", help="log the entropy even where it is not in the loss")
+    add("--use-kl-loss", action="store_true", help="add the KL to the reference model")
+    add("--kl-loss-coef", type=float, default=0.0, help="default: %(default)s")
+    add("--kl-loss-type", choices=KL_TYPES, default="k1", help="default: %(default)s")
+    add("--use-unbiased-kl", action="store_true", help="weight the KL by p / q")
+    add("--recompute-loss-function", action="store_true", help="rerun the loss in backward instead of keeping what it saves")
+    add("--log-probs-chunk-size", type=int, default=-1, metavar="N", help="rows scored at a time; -1 suits the device (default: %(default)s)")
+    add("--ci-test", action="store_true", help="additional slow self-checks")
+
+
+def _add_layout(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--train-backend", choices=("megatron", "fsdp"), default="fsdp", help="default: %(default)s")
+    add(
+        "--actor-num-gpus-per-node", type=int, default=1, metavar="N",
+        help="training ranks: GPUs, or CPU processes where there is no GPU (default: %(default)s)",
+    )  # fmt: skip
+    add("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="default: %(default)s")
+    add("--context-parallel-size", type=int, default=1, metavar="N", help="default: %(default)s")
+    add("--qkv-format", choices=("thd", "bshd"), default="bshd", help="default: %(default)s")
+    add("--allgather-cp", action="store_true", help="all-gather context parallelism; no effect at --context-parallel-size 1")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--output-dir", default="runs/train", metavar="DIR", help="metrics, report and checkpoints go here (default: %(default)s)")
+    add("--save", metavar="DIR", help="checkpoints (default: <output-dir>/checkpoints)")
+    add("--save-interval", type=int, metavar="N", help="rollouts between checkpoints (default: only at the end and on Ctrl-C)")
+    add("--load", metavar="DIR", help="continue from the newest checkpoint there")
+    add("--eval-interval", type=int, default=10, metavar="N", help="rollouts between evaluations; 0 is never (default: %(default)s)")
+    add("--use-tensorboard", action="store_true", help="also write TensorBoard events")
+    add("--custom-config-path", metavar="FILE", help="YAML of flags that override the command line")
+    add(
+        "--compare", metavar="ARMS",
+        help="train several arms over the same seeds and draw them together, e.g. policy_loss,tis,mis,score_centering,"
+        "score_centering+tis,score_centering@32 (@K: candidates)",
+    )  # fmt: skip
+    add("--compare-seeds", type=int, default=1, metavar="N", help="seeds per arm of --compare (default: %(default)s)")
+
+
+def finish_train_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Applies ``--custom-config-path`` to what ``parser`` has parsed, then checks the result as a whole.
+
+    Raises:
+        ValueError: a flag's value or combination; flag, value and remedy are named.
+    """
+    if args.custom_config_path:
+        _apply_config_file(args, parser)
+    validate_train_arguments(args)
+
+
+def _apply_config_file(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    import yaml
+
+    path = Path(args.custom_config_path)
+    try:
+        overrides = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--custom-config-path {path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(overrides, dict):
+        raise ValueError(f"--custom-config-path {path}: give a mapping of flags to values")
+    actions = {action.dest: action for action in parser._actions}
+    for key, value in overrides.items():
+        name = str(key).lstrip("-").replace("-", "_")
+        if name not in actions or name in ("help", "custom_config_path"):
+            close = difflib.get_close_matches(name, actions, n=1)
+            raise ValueError(f"--custom-config-path {path}: {key} is no flag" + (f"; did you mean {close[0]}?" if close else ""))
+        setattr(args, name, _checked(actions[name], value, f"--custom-config-path {path}: {key}"))
+
+
+def _checked(action: argparse.Action, value: Any, where: str) -> Any:
+    """A YAML value held to what argparse would have asked of the flag."""
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ValueError(f"{where} = {value!r}: give true or false")
+        return value
+    if isinstance(action, argparse._AppendAction):
+        if not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            raise ValueError(f"{where} = {value!r}: give a list of texts")
+        return value
+    if value is None:
+        return action.default
+    kind = action.type or str
+    numeric = kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool)
+    if not (numeric or (kind is str and isinstance(value, str))) or kind(value) != value:
+        raise ValueError(f"{where} = {value!r}: give {'a whole number' if kind is int else 'a number' if kind is float else 'a text'}")
+    if action.choices is not None and value not in action.choices:
+        raise ValueError(f"{where} = {value!r}: choose one of {', '.join(map(str, action.choices))}")
+    return kind(value)
+
+
+_AT_LEAST = {
+    "num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 1, "rollout_max_response_len": 1, "held_out": 1,
+    "rollout_staleness": 0, "micro_batch_size": 1, "max_tokens_per_gpu": 1, "global_batch_size": 1, "num_steps_per_rollout": 1,
+    "actor_num_gpus_per_node": 1, "eval_interval": 0, "save_interval": 1, "compare_seeds": 1, "rollout_seed": 0,
+}  # fmt: skip
+
+
+def validate_train_arguments(args: argparse.Namespace) -> None:
+    """The start-up contract of the built-in trainer, after every override."""
+    validate_score_centering_arguments(args)
+    for name, least in _AT_LEAST.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"{_flag(name)} {value}: set at least {least}")
+    if args.loss_type not in ("policy_loss", LOSS_TYPE):
+        raise ValueError(f"--loss-type {args.loss_type}: choose policy_loss or {LOSS_TYPE}")
+    if args.advantage_estimator != "grpo":
+        raise ValueError(f"--advantage-estimator {args.advantage_estimator}: the built-in trainer has grpo only")
+    if (args.task is None) == (args.prompt_data is None):
+        raise ValueError("give exactly one of --task and --prompt-data: what should the model learn?")
+    parse_mismatch(args.rollout_mismatch)
+    _validate_layout(args)
+    _validate_losses(args)
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    if args.num_steps_per_rollout is not None and args.global_batch_size is not None:
+        raise ValueError("give one of --global-batch-size and --num-steps-per-rollout: each follows from the other")
+    step = global_batch_size(args)
+    if samples % step or (args.num_steps_per_rollout and samples % args.num_steps_per_rollout):
+        raise ValueError(
+            f"{samples} samples per rollout (--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt "
+            f"{args.n_samples_per_prompt}) do not divide into optimizer steps of {step}: set --global-batch-size to a divisor"
+        )
+    if step % args.actor_num_gpus_per_node:
+        raise ValueError(
+            f"--global-batch-size {step} does not divide over --actor-num-gpus-per-node {args.actor_num_gpus_per_node} ranks: "
+            "set a multiple"
+        )
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
+        raise ValueError("--use-dynamic-batch-size without --max-tokens-per-gpu: set how many tokens one forward pass may hold")
+
+
+def _validate_layout(args: argparse.Namespace) -> None:
+    if args.train_backend != "fsdp":
+        raise ValueError(f"--train-backend {args.train_backend}: the built-in trainer of this version has fsdp only")
+    for name in ("tensor_model_parallel_size", "context_parallel_size"):
+        if getattr(args, name) != 1:
+            raise ValueError(f"{_flag(name)} {getattr(args, name)}: the fsdp backend of this version is data-parallel; set 1")
+    if args.qkv_format != "bshd":
+        raise ValueError(f"--qkv-format {args.qkv_format}: the fsdp backend of this version pads its batches; set bshd")
+
+
+def _validate_losses(args: argparse.Namespace) -> None:
+    if args.rollout_top_k > 0 and args.rollout_top_logprobs_num == 0:
+        raise ValueError(
+            f"--rollout-top-k {args.rollout_top_k} with --rollout-top-logprobs-num 0: filtered sampling is trained over its recorded "
+            f"support; set --rollout-top-logprobs-num to at least {args.rollout_top_k}"
+        )
+    if args.n_samples_per_prompt == 1 and not args.disable_rewards_normalization:
+        raise ValueError(
+            "--n-samples-per-prompt 1: a group of one has no advantage over its own mean; sample at least 2, or set "
+            "--disable-rewards-normalization"
+        )
+    if not 0 <= args.tis_clip_low <= args.tis_clip or not args.tis_clip > 0:
+        raise ValueError(f"--tis-clip-low {args.tis_clip_low} --tis-clip {args.tis_clip}: set 0 <= low <= high and high above 0")
+    if not args.eps_clip > 0 or (args.eps_clip_high is not None and not args.eps_clip_high > 0):
+        raise ValueError(f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high}: set numbers above 0")
+    if args.log_probs_chunk_size != -1 and args.log_probs_chunk_size < 1:
+        raise ValueError(f"--log-probs-chunk-size {args.log_probs_chunk_size}: set a positive number of rows, or -1")
+    if args.kl_loss_coef != 0 and not args.use_kl_loss:
+        raise ValueError(f"--kl-loss-coef {args.kl_loss_coef} without --use-kl-loss: add --use-kl-loss or leave the coefficient out")
+    if not args.lr >= 0:
+        raise ValueError(f"--lr {args.lr}: set a number of at least 0")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def global_batch_size(args: argparse.Namespace) -> int:
+    """Samples per optimizer step."""
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    if args.num_steps_per_rollout is not None:
+        return max(samples // args.num_steps_per_rollout, 1)
+    return args.global_batch_size or samples
+
+
+def loss_settings(args: argparse.Namespace, *, vocab_size: int) -> LossSettings:
+    """The loss's view of the flags."""
+    return LossSettings(
+        score_centering=ScoreCenteringConfig.from_args(args),
+        observe=args.score_centering_observe,
+        eps_clip=args.eps_clip,
+        eps_clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
+        use_tis=args.use_tis,
+        tis_mode=args.tis_mode,
+        tis_clip=args.tis_clip,
+        tis_clip_low=args.tis_clip_low,
+        entropy_coef=args.entropy_coef,
+        observe_entropy=args.observe_training_entropy,
+        use_kl_loss=args.use_kl_loss,
+        kl_loss_coef=args.kl_loss_coef,
+        kl_loss_type=args.kl_loss_type,
+        use_unbiased_kl=args.use_unbiased_kl,
+        log_probs_chunk_size=args.log_probs_chunk_size,
+        vocab_size=vocab_size,
+    )
+
+
+def optimizer_settings(args: argparse.Namespace) -> OptimizerSettings:
+    """The optimizer's view of the flags."""
+    return OptimizerSettings(**{name: getattr(args, name) for name in OptimizerSettings.__dataclass_fields__})

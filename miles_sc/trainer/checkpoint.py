@@ -1,0 +1,84 @@
+"""Checkpoints of a run: complete or not there at all, and enough to continue to the bit."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+_NAME = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Attributes:
+    directory: holds the backend's sharded state, ``trainer.json`` and the older weights that a stale sampler still needs.
+    next_rollout: the first rollout that is not in it.
+    """
+
+    directory: Path
+    next_rollout: int
+
+    @property
+    def backend_directory(self) -> Path:
+        """Where the train actors keep their state."""
+        return self.directory / "backend"
+
+    def older_weights(self, version: int) -> dict[str, np.ndarray]:
+        """Weights of an earlier version that the sampler had not left yet."""
+        return load_file(self.directory / f"weights_{version}.safetensors")
+
+
+@contextmanager
+def new_checkpoint(root: Path, next_rollout: int, *, settings: Mapping[str, object]) -> Iterator[Checkpoint]:
+    """Gives a directory to fill; it takes its final name only when the block ends well, and vanishes otherwise.
+
+    Args:
+        settings: what a continued run must repeat to be the same run.
+    """
+    final = root / f"step_{next_rollout:06d}"
+    partial = root / f".{final.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        checkpoint = Checkpoint(partial, next_rollout)
+        yield checkpoint
+        (partial / "trainer.json").write_text(json.dumps({"next_rollout": next_rollout, "settings": dict(settings)}, indent=2))
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(partial, final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def save_older_weights(checkpoint: Checkpoint, version: int, weights: Mapping[str, np.ndarray]) -> None:
+    """Keeps an earlier version of the weights in a checkpoint that is being written."""
+    save_file(dict(weights), checkpoint.directory / f"weights_{version}.safetensors")
+
+
+def newest_checkpoint(root: Path, *, settings: Mapping[str, object]) -> Checkpoint:
+    """The newest complete checkpoint below ``root``.
+
+    Raises:
+        ValueError: there is none, or it was written under other settings, which are named.
+    """
+    found = [path for path in root.glob("step_*") if _NAME.fullmatch(path.name) and (path / "trainer.json").is_file()]
+    if not found:
+        raise ValueError(f"--load {root}: no checkpoint there; give the directory that --save named, or leave --load out")
+    newest = max(found, key=lambda path: int(_NAME.fullmatch(path.name).group(1)))
+    saved = json.loads((newest / "trainer.json").read_text())
+    changed = [name for name, value in settings.items() if saved["settings"].get(name) != value]
+    if changed:
+        name = changed[0]
+        raise ValueError(
+            f"--load {newest}: it was written with {name} = {saved['settings'].get(name)!r} and this run has {settings[name]!r}; "
+            "continue with the same value, or start a new run"
+        )
+    return Checkpoint(newest, saved["next_rollout"])

@@ -1,0 +1,81 @@
+"""The actors of one run on Ray, and Ray itself."""
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import torch
+
+from miles_sc.trainer.rollout_actor import RolloutActor
+from miles_sc.trainer.train_actor import TrainActor
+
+OBJECT_STORE_BYTES = 512 << 20
+
+
+@contextmanager
+def ray_session() -> Iterator[None]:
+    """Ray for the length of a command: an existing cluster where RAY_ADDRESS names one, else one of our own."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="error")
+    else:
+        ray.init(
+            address="local", include_dashboard=False, log_to_driver=False, logging_level="error", object_store_memory=OBJECT_STORE_BYTES
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+class Actors:
+    """One rollout actor and the train actors, alive inside a ``with`` block."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        world_size = args.actor_num_gpus_per_node
+        cores = os.cpu_count() or 1
+        # rollout and training take turns on all cores, unless they run at once
+        rollout_threads = max(cores // (world_size + 1), 1) if args.train_async else cores
+        train_threads = max(cores // (world_size + 1 if args.train_async else world_size), 1)
+        gpus = min(1.0, torch.cuda.device_count() / (world_size + 1)) if torch.cuda.is_available() else 0.0
+        self.rollout = _spawn(RolloutActor, gpus, rollout_threads, args, rollout_threads)
+        self._train = [
+            _spawn(TrainActor, gpus, train_threads, args, rank, world_size, train_threads) for rank in range(world_size)
+        ]
+        address = ray.get(self._train[0].rendezvous_address.remote())
+        self.call_train("build", address)
+
+    def __enter__(self) -> "Actors":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for actor in (self.rollout, *self._train):
+            ray.kill(actor)
+
+    def call_train(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method on every rank and waits for all; if some fail, the most telling error is raised."""
+        return self.collect_train(self.start_train(method, *arguments))
+
+    def start_train(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
+        """The same without waiting."""
+        return [getattr(actor, method).remote(*arguments) for actor in self._train]
+
+    def collect_train(self, references: list[ray.ObjectRef]) -> list[Any]:
+        """Results of :meth:`start_train`, in the order of the ranks."""
+        return ray.get(references)
+
+
+def _spawn(kind: type, gpus: float, threads: int, *arguments: Any) -> Any:
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    options = {"num_cpus": 0, "num_gpus": gpus, "runtime_env": {"env_vars": environment}}
+    return ray.remote(kind).options(**options).remote(*arguments)

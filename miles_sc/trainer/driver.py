@@ -1,0 +1,143 @@
+"""The loop of one run: rollout -> train -> update weights, with evaluation, checkpoints and an orderly stop."""
+
+import argparse
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from miles_sc.trainer.checkpoint import new_checkpoint, newest_checkpoint, save_older_weights
+from miles_sc.trainer.cluster import Actors
+from miles_sc.trainer.progress import Progress
+from miles_sc.trainer.run_directory import RunDirectory
+
+# A checkpoint continues only a run whose data and numbers it would repeat.
+_SAME_RUN = (
+    "hf_checkpoint", "task", "prompt_data", "rollout_seed", "rollout_batch_size", "n_samples_per_prompt", "rollout_mismatch",
+    "rollout_staleness", "train_async", "loss_type", "optimizer", "bf16", "actor_num_gpus_per_node",
+)  # fmt: skip
+
+
+class Interrupted(Exception):
+    """The run stopped on request, at a rollout boundary, with a checkpoint."""
+
+
+def train(args: argparse.Namespace, directory: RunDirectory, *, title: str) -> None:
+    """Runs or continues one arm to its end. Needs :func:`miles_sc.trainer.cluster.ray_session`.
+
+    Raises:
+        Interrupted: after Ctrl-C or SIGTERM; a checkpoint is there.
+        ValueError, OSError: what went wrong, in one line.
+    """
+    settings = {name: getattr(args, name) for name in _SAME_RUN}
+    checkpoint = newest_checkpoint(Path(args.load), settings=settings) if args.load else None
+    first = checkpoint.next_rollout if checkpoint else 0
+    if first >= args.num_rollout:
+        raise ValueError(f"--load {args.load}: it already holds {first} rollouts and --num-rollout is {args.num_rollout}; raise it")
+    directory.start(first)
+    with _stop_requests() as stop, Actors(args) as actors, Progress(args.num_rollout, title=title) as progress:
+        run = _Run(args, actors, directory, progress, settings)
+        run.begin(checkpoint)
+        run.loop(first, stop)
+
+
+class _Run:
+    def __init__(self, args, actors: Actors, directory: RunDirectory, progress: Progress, settings: dict[str, Any]) -> None:
+        self.args, self.actors, self.directory, self.progress, self.settings = args, actors, directory, progress, settings
+        # rollout t samples with version max(0, t - lag): the version number is how many rollouts it was trained on
+        self.lag = args.rollout_staleness + int(args.train_async)
+        self.versions: deque[tuple[int, Any]] = deque(maxlen=self.lag + 1)
+        self.save_root = Path(args.save) if args.save else directory.path / "checkpoints"
+
+    def begin(self, checkpoint) -> None:
+        """Loads the state and starts the drift probe from the run's very first weights."""
+        ray.get(self.actors.rollout.start_probe.remote())
+        if checkpoint:
+            self.actors.call_train("load", str(checkpoint.backend_directory))
+            for version in range(max(0, checkpoint.next_rollout - self.lag), checkpoint.next_rollout):
+                self.versions.append((version, ray.put(checkpoint.older_weights(version))))
+        self._keep_weights(checkpoint.next_rollout if checkpoint else 0)
+        if not checkpoint and self.args.eval_interval:
+            self._record(-1, self._evaluate())
+
+    def loop(self, first: int, stop: "StopRequests") -> None:
+        args, pending = self.args, self._start_rollout(first)
+        for number in range(first, args.num_rollout):
+            started = time.perf_counter()
+            rollout = ray.get(pending)
+            last = number + 1 == args.num_rollout
+            if args.train_async and not last:
+                pending = self._start_rollout(number + 1)
+            train_metrics = self.actors.call_train("train", rollout.shards)[0]
+            exported = time.perf_counter()
+            self._keep_weights(number + 1)
+            metrics = rollout.metrics | train_metrics | {"perf/update_weights_seconds": time.perf_counter() - exported}
+            if args.eval_interval and (last or (number + 1) % args.eval_interval == 0):
+                metrics |= self._evaluate()
+            metrics["perf/step_seconds"] = time.perf_counter() - started
+            self._record(number, metrics)
+            due = args.save_interval and (number + 1) % args.save_interval == 0
+            if due or last or stop.requested:
+                self._save(number + 1)
+            if stop.requested and not last:
+                raise Interrupted(f"stopped after rollout {number + 1} of {args.num_rollout}; continue with --load {self.save_root}")
+            if not args.train_async and not last:
+                pending = self._start_rollout(number + 1)
+
+    def _start_rollout(self, number: int) -> Any:
+        version = max(0, number - self.lag)
+        weights = dict(self.versions)[version]
+        self.actors.rollout.update_weights.remote(weights, str(version))
+        return self.actors.rollout.rollout.remote(number)
+
+    def _keep_weights(self, version: int) -> None:
+        self.versions.append((version, self.actors.call_train("export_weights")[0][0]))
+
+    def _evaluate(self) -> dict[str, float]:
+        version, weights = self.versions[-1]
+        return ray.get(self.actors.rollout.evaluate.remote(weights, str(version)))
+
+    def _record(self, number: int, metrics: dict[str, float]) -> None:
+        broken = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if broken:
+            raise ValueError(f"{broken[0]} is {metrics[broken[0]]} after rollout {number + 1}: the run has diverged; lower --lr")
+        self.directory.record(number, metrics)
+        self.progress.update({"step": number} | metrics)
+
+    def _save(self, next_rollout: int) -> None:
+        with new_checkpoint(self.save_root, next_rollout, settings=self.settings) as checkpoint:
+            self.actors.call_train("save", str(checkpoint.backend_directory.resolve()))
+            for version, weights in self.versions:
+                if version < next_rollout:
+                    save_older_weights(checkpoint, version, ray.get(weights))
+        self.progress.note(f"checkpoint of {next_rollout} rollouts in {self.save_root}")
+
+
+class StopRequests:
+    """Whether somebody asked the run to stop."""
+
+    requested = False
+
+
+@contextmanager
+def _stop_requests() -> Iterator[StopRequests]:
+    """The first Ctrl-C or SIGTERM asks for a stop at the next rollout boundary, the second stops at once."""
+    stop = StopRequests()
+
+    def handle(number: int, frame: object) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,121 @@
+"""The actor that trains: one data-parallel rank of the policy."""
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from miles_sc.backends.fsdp import FsdpBackend
+from miles_sc.data.micro_batch import MicroBatch, build_micro_batch
+from miles_sc.data.sharding import Shard
+from miles_sc.loss.hub import LossBatch, loss_function
+from miles_sc.loss.metrics import combine_steps
+from miles_sc.loss.scoring import full_vocabulary_log_probs, score
+from miles_sc.trainer.arguments import loss_settings, optimizer_settings
+from miles_sc.trainer.prompts import PromptCodec
+
+
+class TrainActor:
+    """Runs as a Ray actor. Every method is called on all ranks at once, since all of them hold collectives."""
+
+    def __init__(self, args: argparse.Namespace, rank: int, world_size: int, threads: int) -> None:
+        torch.set_num_threads(threads)
+        torch.manual_seed(args.rollout_seed)
+        self._args, self._rank, self._world_size = args, rank, world_size
+
+    def rendezvous_address(self) -> str:
+        """Where rank 0 will listen; a port that was free a moment ago."""
+        import socket
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+    def build(self, address: str) -> int:
+        """Joins the process group and builds model and optimizer. Returns the vocabulary size."""
+        args = self._args
+        cuda = torch.cuda.is_available()
+        if not cuda:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("nccl" if cuda else "gloo", init_method=address, rank=self._rank, world_size=self._world_size)
+        self._backend = FsdpBackend(
+            args.hf_checkpoint,
+            optimizer=optimizer_settings(args),
+            bf16=args.bf16,
+            gradient_checkpointing=args.gradient_checkpointing,
+            recompute_loss=args.recompute_loss_function,
+        )
+        self._reference = self._build_reference() if args.use_kl_loss else None
+        self._settings = loss_settings(args, vocab_size=self._backend.vocab_size)
+        self._loss_function = loss_function(args.loss_type)
+        self._pad_token_id = PromptCodec(args.hf_checkpoint, apply_chat_template=False).pad_token_id
+        return self._backend.vocab_size
+
+    def _build_reference(self) -> FsdpBackend:
+        # an SGD optimizer without momentum holds no state: the reference is never stepped
+        settings = optimizer_settings(argparse.Namespace(**{**vars(self._args), "optimizer": "sgd"}))
+        return FsdpBackend(self._args.ref_load or self._args.hf_checkpoint, optimizer=settings, bf16=self._args.bf16)
+
+    def train(self, shards: list[Any]) -> dict[str, float]:
+        """Trains on this rank's shard; the list holds a reference per rank. Metrics are over all its optimizer steps."""
+        started = time.perf_counter()
+        shard: Shard = ray.get(shards[self._rank])
+        data = dict(shard.data)
+        self._add_policy_log_probs(data, shard.steps)
+        metrics = combine_steps(
+            [
+                self._backend.train_step(self._micro_batches(data, step), len(step), self._loss_function, self._settings)
+                for step in shard.steps
+            ]
+        )
+        return {f"train/{name}": value for name, value in metrics.items()} | {"perf/train_seconds": time.perf_counter() - started}
+
+    def _add_policy_log_probs(self, data: dict[str, list], steps: list[list[list[int]]]) -> None:
+        """Log-probs of the policy before any step of this rollout, and of the reference, where the loss reads them."""
+        passes = [members for step in steps for members in step]
+        if self._args.loss_type == "policy_loss":
+            if self._args.use_rollout_logprobs:
+                data["old_log_probs"] = data["rollout_log_probs"]
+            else:
+                data["old_log_probs"] = self._scored(self._backend, data, passes, self._policy_log_probs)
+        if self._reference is not None:
+            data["ref_log_probs"] = self._scored(self._reference, data, passes, self._reference_log_probs)
+
+    def _scored(self, backend: FsdpBackend, data: dict[str, list], passes: list[list[int]], function) -> list:
+        """float32 ``[R]`` of each sample of the shard."""
+        scores = backend.score(self._micro_batches(data, passes), function)
+        column: list = [None] * len(data["tokens"])
+        for members, rows in zip(passes, scores, strict=True):
+            lengths = [data["response_lengths"][i] for i in members]
+            for i, part in zip(members, rows.float().cpu().split(lengths), strict=True):
+                column[i] = part.numpy()
+        return column
+
+    def _policy_log_probs(self, logits: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+        return score(logits, batch, self._settings, with_head=False).sampled
+
+    def _reference_log_probs(self, logits: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+        return full_vocabulary_log_probs(logits, batch, self._settings)
+
+    def _micro_batches(self, data: dict[str, list], passes: list[list[int]]) -> Iterator[MicroBatch]:
+        for members in passes:
+            yield build_micro_batch(data, members, self._backend.device, pad_token_id=self._pad_token_id)
+
+    def export_weights(self) -> Any:
+        """Whole float32 weights in the object store as numpy arrays; rank 0 returns a list of the one reference."""
+        weights = self._backend.export_weights()
+        return [ray.put({name: value.numpy() for name, value in weights.items()})] if self._rank == 0 else []
+
+    def save(self, directory: str) -> None:
+        """Writes this rank's share of a checkpoint."""
+        self._backend.save(Path(directory))
+
+    def load(self, directory: str) -> None:
+        """Restores a checkpoint."""
+        self._backend.load(Path(directory))
