@@ -188,7 +188,7 @@ BATCHES = {
     "K = V": whole_vocabulary,
     "p = q": lambda: (b := plain(inside=True)).with_(rollout_log_probs=log_softmax(b.train_logits)),
     "complete head": complete_head,
-    "tails": lambda: tail_of([1e-2, 1e-3, 1e-9], [3e-2, 2e-3, 1e-9]),
+    "tails": lambda: tail_of([1e-2, 1e-3, 1e-9], [3e-2, 2.3e-3, 1e-9]),
     "mass above one": mass_above_one,
     "padding": padded,
     "impossible candidate": impossible_candidate,
@@ -309,6 +309,14 @@ def test_rounding_of_a_complete_head_is_not_a_tail(mode, shift):
     close(gradient, dense.gradient)
 
 
+def test_tail_ratio_is_masked_where_either_tail_is_rounding():
+    """Below 1e-5; at 2e-5 it is still read."""
+    _, metrics, _ = run(tail_of([1e-2, 2e-5, 8e-6], [1e-2, 2e-5, 8e-6]), "none")
+    assert metrics["sc_tail_floor_fraction"].tolist() == [0, 0, 1, 0, 0, 1, 1, 1, 1]
+    expected = torch.tensor([1.0, 2e-3, 1.0, 500.0, 1.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    close(metrics["sc_tail_ratio"], expected, rtol=1e-10)  # 1e-16 of rounding over a tail of 2e-5
+
+
 @pytest.mark.parametrize("mode", ["tis", "mis"])
 def test_complete_head_uses_the_weight_of_one(mode):
     """alpha = f(1): a clip below 1, or a band without 1, applies to it."""
@@ -341,7 +349,7 @@ def test_zero_weight_meets_negative_infinity_without_nan(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_strategies_agree_with_the_definition(mode):
     f, strategy = weight_function(mode, **TIGHT), importance_sampling(mode, **TIGHT)
-    ratio = torch.linspace(0.05, 3.0, 60, dtype=torch.float64)
+    ratio = torch.linspace(0.0531, 3.017, 60, dtype=torch.float64)  # no value on an edge: the next test has those
     q = torch.full_like(ratio, 0.3)
     close(strategy.sampled(ratio.log()), f(ratio))
     close(strategy.head(ratio * q, q, ratio.log()), q * f(ratio))
@@ -459,8 +467,8 @@ def test_drift_is_k3_of_rollout_from_train():
 
 
 def test_drift_is_clamped():
-    """The log-ratio at +-20, the value at +-10: -30 reads as -20 and then 10; -9 is left alone."""
-    _, kl = drift_metrics([-0.1, -30.1, -9.1, -18.1], [-30.1, -0.1, -0.1, -0.1])
+    """At 10, from an overflowing ratio too; a ratio of exp(-9) is still told in full."""
+    _, kl = drift_metrics([-0.1, -900.1, -9.1, -18.1], [-900.1, -0.1, -0.1, -0.1])
     close(kl, torch.tensor([10.0, 10.0, math.expm1(-9.0) + 9.0, 10.0], dtype=torch.float64))
 
 

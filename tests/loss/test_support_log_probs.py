@@ -10,7 +10,7 @@ from tests.loss.oracle import dense_support_entropy, dense_support_log_probs
 
 WIDTH, VOCAB = 14, 11
 # Column 0 is the sampled token, the rest its support: of four, two, one and no tokens, with gaps anywhere.
-IDS = torch.tensor([[3, 3, 0, 10, 7], [9, 9, 2, -1, -1], [10, -1, -1, 10, -1], [-1, -1, -1, -1, -1], [5, 1, 5, -1, 6]])
+IDS = torch.tensor([[3, 3, 0, 10, 7], [9, 9, 2, -1, -1], [10, -1, -1, 10, -1], [4, -1, -1, -1, -1], [5, 1, 5, -1, 6]])
 EMPTY = 3
 
 
@@ -29,7 +29,7 @@ def cotangents(*shape):
 
 def off_support(ids, width=WIDTH):
     columns = torch.arange(width).expand(len(ids), width)
-    return torch.stack([~torch.isin(c, i[i >= 0]) for c, i in zip(columns, ids, strict=True)])
+    return torch.stack([~torch.isin(c, i[1:][i[1:] >= 0]) for c, i in zip(columns, ids, strict=True)])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
@@ -79,6 +79,12 @@ def test_whole_vocabulary_as_support_is_a_softmax():
     expected = torch.log_softmax(logits, dim=1)
     close(scores, torch.cat([expected[:, 4:5], expected], dim=1))
     close(entropy, -(expected.exp() * expected).sum(dim=1))
+
+
+def test_row_of_unused_slots():
+    ids = IDS.clone()
+    ids[EMPTY] = -1
+    close(support_log_probs(random_logits(), ids), support_log_probs(random_logits(), IDS), atol=0, rtol=0)
 
 
 def test_sampled_token_not_recorded():

@@ -9,7 +9,7 @@ import torch
 pybase64 = pytest.importorskip("pybase64")
 pytest.importorskip("transformers")
 
-from miles_sc.rollout.engines.sampling import ordered_top  # noqa: E402
+from miles_sc.rollout.engines.sampling import inverse_cdf, ordered_top  # noqa: E402
 from tests.rollout.tiny_model import (  # noqa: E402
     AS_B64,
     AS_FLAT,
@@ -168,9 +168,9 @@ def filtered(log_probs, top_k, top_p):
 def test_support_rows_are_the_filtered_distribution(engine, model, top_k, top_p):
     params = {"top_k": top_k, "top_p": top_p}
     prompts = [[5, 6, 7], [8, 9]]
-    for prompt, answer in zip(
-        prompts, engine.generate([body(p, params=params, **AS_SUPPORT) for p in prompts]), strict=True
-    ):
+    # A head wider than the support, so that what lies between them must not count.
+    answers = engine.generate([body(prompt, top=40, params=params, **AS_SUPPORT) for prompt in prompts])
+    for prompt, answer in zip(prompts, answers, strict=True):
         full = reference_log_probs(model, prompt, answer["output_ids"], 0.8).numpy()
         meta = answer["meta_info"]
         assert meta["output_token_sampling_mask_length"] == 6
@@ -200,6 +200,12 @@ def test_ties_are_broken_by_id_whatever_the_width():
         top, ids = ordered_top(values, width)
         assert ids[0].tolist() == [1, 2, 4, 0, 5, 3, 6][:width]
         assert torch.equal(top, values.gather(1, ids))
+
+
+def test_the_draw_never_hits_a_mass_of_zero():
+    log_probs = torch.tensor([[-torch.inf, 0.5, -torch.inf]]).log_softmax(-1).expand(4, 3)
+    uniforms = torch.tensor([0.0, 1e-300, 0.5, 1 - 2**-53], dtype=torch.float64)
+    assert inverse_cdf(log_probs, uniforms).tolist() == [1, 1, 1, 1]
 
 
 def test_greedy_is_the_argmax_at_temperature_one(engine, model):
@@ -248,6 +254,8 @@ def mixed_requests():
         prompt = rng.integers(2, TRUE_VOCAB, size=rng.integers(1, 12)).tolist()
         params = {"max_new_tokens": int(rng.integers(1, 24)), "sampling_seed": index, "ignore_eos": index % 2 == 0}
         params["temperature"] = [0.0, 0.7, 1.0, 1.4][index % 4]
+        if index == 2:
+            params["max_new_tokens"] = 80
         params["stop_token_ids"] = list(range(100, 160)) if index % 3 == 0 else None
         if index % 5 == 0:
             bodies.append(body(prompt, params={**params, "top_k": 8, "max_new_tokens": 3}, **AS_SUPPORT))

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from miles_sc.rollout.engines.batch import Batch, Generation, TokenRecords, split_waves
 from miles_sc.rollout.engines.mismatch import Mismatch, NoMismatch
 from miles_sc.rollout.engines.native_request import ModelLimits, NativeRequest, parse_request
-from miles_sc.rollout.engines.native_response import build_answer, finish_reason
+from miles_sc.rollout.engines.native_response import build_answer
 from miles_sc.rollout.engines.sampling import draw_tokens
 from miles_sc.rollout.engines.weights import load_weights
 
@@ -130,7 +130,7 @@ class EmbeddedEngine:
             build_answer(
                 request,
                 generation,
-                text=self._text(request, generation),
+                detokenize=self._detokenize,
                 weight_version=self.weight_version,
                 latency=latency,
             )
@@ -192,12 +192,6 @@ class EmbeddedEngine:
         else:
             key = (_SEEDED_STREAM, request.sampling_seed)
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence(self._seed, spawn_key=key)))
-
-    def _text(self, request: NativeRequest, generation: Generation) -> str:
-        if self._detokenize is None:
-            return ""
-        token_ids = generation.token_ids.tolist()
-        return self._detokenize(token_ids[:-1] if finish_reason(request, generation)["type"] == "stop" else token_ids)
 
 
 def _check_in_range(name: str, value: int, low: int, high: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from itertools import repeat
 from typing import Any
 
@@ -15,22 +16,29 @@ from miles_sc.rollout.engines.native_request import NativeRequest
 
 
 def build_answer(
-    request: NativeRequest, generation: Generation, *, text: str, weight_version: str, latency: float
+    request: NativeRequest,
+    generation: Generation,
+    *,
+    detokenize: Callable[[list[int]], str] | None,
+    weight_version: str,
+    latency: float,
 ) -> dict[str, Any]:
     """The JSON value of one call, its fields in the server's order.
 
     Args:
         request: what was asked.
         generation: ``n`` recorded tokens; ``n = 0`` answers without the stray candidate row that the server sends.
-        text: the generated text, without a matched stop token.
+        detokenize: makes the text, from the tokens without a matched stop token; None leaves it empty.
         weight_version: of the weights that every token was drawn from.
         latency: seconds.
     """
     token_ids = generation.token_ids.tolist()
     count = len(token_ids)
+    finish_reason = _finish_reason(request, token_ids)
+    spoken = token_ids[:-1] if finish_reason["type"] == "stop" else token_ids
     meta_info: dict[str, Any] = {
         "id": uuid.uuid4().hex,
-        "finish_reason": finish_reason(request, generation),
+        "finish_reason": finish_reason,
         "prompt_tokens": len(request.input_ids),
         "weight_version": weight_version,
         "num_retractions": 0,
@@ -57,15 +65,15 @@ def build_answer(
         "e2e_latency": latency,
         "response_sent_to_client_ts": time.time(),
     }
+    text = "" if detokenize is None else detokenize(spoken)
     return {"text": text, "output_ids": token_ids, "meta_info": meta_info}
 
 
-def finish_reason(request: NativeRequest, generation: Generation) -> dict[str, Any]:
-    """Length wins where the last token allowed is also a stop token, as on the server."""
-    count = len(generation.token_ids)
-    if count == request.max_new_tokens:
-        return {"type": "length", "length": count}
-    return {"type": "stop", "matched": int(generation.token_ids[-1])}
+def _finish_reason(request: NativeRequest, token_ids: list[int]) -> dict[str, Any]:
+    # Length wins where the last token allowed is also a stop token, as on the server.
+    if len(token_ids) == request.max_new_tokens:
+        return {"type": "length", "length": len(token_ids)}
+    return {"type": "stop", "matched": token_ids[-1]}
 
 
 def _top_log_probs(request: NativeRequest, generation: Generation) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def filtered_log_probs(head_scaled: Tensor, top_k: Tensor, top_p: Tensor) -> tup
 
 
 def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Columns drawn from float32 log-probs ``[B, N]`` by inverse CDF in float64: int64 ``[B]``. Never one of mass 0."""
+    """Columns drawn from float32 log-probs ``[B, N]`` by inverse CDF in float64: int64 ``[B]``, never one of mass 0."""
     cumulative = log_probs.double().exp_().cumsum_(-1)
     # u < 1, so u * total < total: the first column past it exists, and the mass there is positive.
     target = (uniforms * cumulative[:, -1])[:, None]
