@@ -159,9 +159,11 @@ def validate_score_centering_arguments(args: argparse.Namespace, environment: Ma
     Raises:
         ValueError: the flag, its value and what to set.
     """
-    config = ScoreCenteringConfig.from_args(args)
     centered = getattr(args, "loss_type", "policy_loss") == LOSS_TYPE
     observed = getattr(args, "score_centering_observe", False)
+    if not (centered or observed or getattr(args, "rollout_top_logprobs_num", 0)):
+        return  # off: how a host samples then is its own affair
+    config = ScoreCenteringConfig.from_args(args)
     if not (centered or observed):
         return
     name = f"--loss-type {LOSS_TYPE}" if centered else "--score-centering-observe"

@@ -9,6 +9,8 @@ import numpy as np
 LOG_PROB_SLACK = 1e-6
 MASS_SLACK = 1e-4
 AGREEMENT = 1e-4
+# What -inf becomes when it is clamped to float16; with float32 it is -3.4e38. No probability is that small.
+MINUS_INFINITY = -65504.0
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,10 @@ class Candidates:
                 self.token_ids >= vocab_size, self.token_ids, f"id {{value}} is outside the vocabulary of {vocab_size}: "
                 "do sampler and trainer use one tokenizer?",
             )  # fmt: skip
-        check.each_slot(used & ~np.isfinite(self.log_probs), self.log_probs, "log-prob {value}: a candidate's must be finite")
+        check.each_slot(
+            used & ~(np.isfinite(self.log_probs) & (self.log_probs > MINUS_INFINITY)), self.log_probs,
+            "log-prob {value}: a candidate's must be finite, and no number that stands for -inf",
+        )  # fmt: skip
         check.each_slot(
             used & (self.log_probs > LOG_PROB_SLACK), self.log_probs, "log-prob {value} is above 0: these are not log-probs"
         )
@@ -132,10 +137,10 @@ class Candidates:
         found = matches.any(axis=1)
         if complete:
             check.each_row(filled & ~found, "the sampled token {value} is not in its own support: are rows shifted?", token_ids)
-        if log_probs is None:
+        if log_probs is None or not self.k:
             return
         slot = matches.argmax(axis=1)
-        theirs = np.take_along_axis(self.log_probs, slot[:, None], axis=1)[:, 0] if self.k else np.zeros(len(self), np.float32)
+        theirs = np.take_along_axis(self.log_probs, slot[:, None], axis=1)[:, 0]
         difference = np.abs(theirs - np.asarray(log_probs, np.float64), where=found, out=np.zeros(len(self)))
         compared = found if trained is None else found & trained
         check.each_row(

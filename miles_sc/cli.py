@@ -48,7 +48,7 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
 
 def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from miles_sc.trainer.arguments import finish_train_arguments
-    from miles_sc.trainer.cluster import ray_session
+    from miles_sc.trainer.cluster import Actors, ray_session
     from miles_sc.trainer.compare import planned_runs
     from miles_sc.trainer.driver import Interrupted, train
     from miles_sc.trainer.report import write_report
@@ -56,9 +56,9 @@ def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     finish_train_arguments(args, parser)
     runs = planned_runs(args)
     try:
-        with ray_session():
+        with ray_session(), Actors(args.actor_num_gpus_per_node, overlapping=args.train_async) as actors:
             for own, directory, title in runs:
-                train(own, directory, title=title)
+                train(own, directory, actors, title=title)
     except Interrupted as stopped:
         print(f"miles-sc: {stopped}", file=sys.stderr)
         return 130

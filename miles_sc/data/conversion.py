@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from miles_sc.arguments import ScoreCenteringConfig
-from miles_sc.candidates import Candidates
+from miles_sc.candidates import LOG_PROB_SLACK, MINUS_INFINITY, Candidates
 from miles_sc.rollout.sample import Sample
 from miles_sc.sampling_support import SamplingSupport
 
@@ -90,9 +90,10 @@ def _check_sample(sample: Sample, config: ScoreCenteringConfig, vocab_size: int 
         if getattr(sample, name) is None:
             raise ValueError(f"{where}: {name} is missing; its producer must fill it from the call that generated the response")
     sample.check_rows()
-    trained = np.asarray(sample.loss_mask) != 0
+    _check_tokens(sample, vocab_size, where)
+    trained = _trained_rows(sample.loss_mask, where)
     log_probs = np.asarray(sample.rollout_log_probs, np.float64)
-    broken = trained & ~(np.isfinite(log_probs) & (log_probs <= 1e-6))
+    broken = trained & ~(np.isfinite(log_probs) & (log_probs > MINUS_INFINITY) & (log_probs <= LOG_PROB_SLACK))
     if broken.any():
         row = int(np.argmax(broken))
         raise ValueError(
@@ -101,7 +102,10 @@ def _check_sample(sample: Sample, config: ScoreCenteringConfig, vocab_size: int 
         )
     if not config.top_logprobs_num:
         return
-    candidates = sample.candidates
+    try:
+        candidates = sample.candidates
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     if candidates.k != config.top_logprobs_num:
         raise ValueError(f"{where}: {candidates.k} candidate slots and --rollout-top-logprobs-num {config.top_logprobs_num}: they must agree")
     candidates.validate(
@@ -114,6 +118,25 @@ def _check_sample(sample: Sample, config: ScoreCenteringConfig, vocab_size: int 
     )
     if config.mode == "support":
         _check_support(sample.rollout_sampling_mask, candidates, where)
+
+
+def _check_tokens(sample: Sample, vocab_size: int | None, where: str) -> None:
+    if sample.response_length == len(sample.tokens):
+        raise ValueError(f"{where}: no prompt token; a response's first token is scored by the logits of the token before it")
+    tokens = np.asarray(sample.tokens, np.int64)
+    outside = (tokens < 0) | (tokens >= (np.inf if vocab_size is None else vocab_size))
+    if outside.any():
+        place = int(np.argmax(outside))
+        raise ValueError(f"{where}: token {tokens[place]} at position {place} is outside the vocabulary of {vocab_size}")
+
+
+def _trained_rows(loss_mask: Sequence[int], where: str) -> np.ndarray:
+    mask = np.asarray(loss_mask)
+    broken = (mask != 0) & (mask != 1)
+    if broken.any():
+        row = int(np.argmax(broken))
+        raise ValueError(f"{where}: loss_mask[{row}] = {mask[row]}; a token is trained (1) or not (0)")
+    return mask != 0
 
 
 def _check_support(support: SamplingSupport, candidates: Candidates, where: str) -> None:

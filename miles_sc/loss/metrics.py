@@ -83,6 +83,8 @@ def _finish(values: dict[str, float]) -> dict[str, float]:
         values["sc_ess"] = w * w / (n * w2) if n and w2 else 0.0
         for name in _MIN:
             values[f"{name}_min"] = -values[f"{name}_min"]
+        if not n:  # a step without a trained token has no worst case either
+            values.update({name: 0.0 for name in values if name.endswith(("_min", "_max", "_p99"))})
     return values
 
 

@@ -30,7 +30,8 @@ def policy_loss(batch: LossBatch, logits: Tensor, settings: LossSettings, guard:
     metrics = {"pg_clipfrac": (clipped_ratio * advantages < ratio * advantages).to(ratio.dtype), "ppo_kl": -log_ratio.detach()}
     if settings.use_tis:
         weight, untruncated = _mismatch_weight(batch, settings)
-        per_token = per_token * weight
+        # a token without advantage adds nothing, whatever its weight is
+        per_token = torch.where(trained, per_token * weight, 0.0)
         metrics.update(tis=untruncated, tis_clipfrac=(weight != untruncated).to(ratio.dtype))
     metrics.update(_drift(scores.sampled.detach(), batch))
     loss, regularizer_metrics = regularized(per_token, scores, logits, batch, settings)

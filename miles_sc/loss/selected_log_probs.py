@@ -188,9 +188,9 @@ class _ChunkReader:
         scaled.copy_(chunk)
         return scaled if self.temperature == 1.0 else scaled.div_(self.temperature)
 
-    def softmax(self, scaled: Tensor) -> Tensor:
-        """The fused kernel's softmax of a chunk, in a buffer that the next call overwrites."""
-        p = torch.softmax(scaled, dim=-1, out=self._softmax[: scaled.shape[0]])
+    def softmax(self, scaled: Tensor, out: Tensor | None = None) -> Tensor:
+        """The fused kernel's softmax of a chunk, in ``out`` or in a buffer that the next call overwrites."""
+        p = torch.softmax(scaled, dim=-1, out=self._softmax[: scaled.shape[0]] if out is None else out)
         if self.one_of_several:
             # a row may be masked on this rank's columns alone: it has no mass here, where the kernel says NaN
             p.masked_fill_(scaled.amax(dim=-1, keepdim=True) == -torch.inf, 0.0)
@@ -211,32 +211,36 @@ class _SelectedLogProbs(torch.autograd.Function):
         reader = _ChunkReader(logits, shard, temperature, rows)
         dtype = _accumulation_dtype(logits)
         selected = torch.zeros(token_ids.shape, dtype=dtype, device=logits.device)
-        kernel_lse = torch.full(logits.shape[:1], -torch.inf, dtype=dtype, device=logits.device)
-        mass = torch.ones_like(kernel_lse)
-        mean_logit = torch.zeros_like(kernel_lse)
+        largest = torch.full(logits.shape[:1], -torch.inf, dtype=dtype, device=logits.device)
+        kernel_log_sum, mass, mean = torch.zeros_like(largest), torch.ones_like(largest), torch.zeros_like(largest)
         if shard.width:
             for chunk, z in reader:
                 p = reader.softmax(z)
-                # what the kernel subtracted, read back from its largest probability
-                largest = z.amax(dim=-1)
-                kernel_lse[chunk] = torch.where(largest == -torch.inf, largest, largest - p.amax(dim=-1).log())
-                # the kernel sums 150k exponentials one after the other; a pairwise sum of its result mends the error (7e-5)
+                largest[chunk] = z.amax(dim=-1)
+                # the kernel's log(sum exp(z - max)), read back from its largest probability
+                kernel_log_sum[chunk] = -p.amax(dim=-1).log()
+                # it sums 150k exponentials one after the other; a pairwise sum of its result mends the error (7e-5)
                 mass[chunk] = p.sum(dim=-1)
                 selected[chunk] = torch.where(owned[chunk], z.gather(1, columns[chunk]), 0.0)
                 if with_entropy:
-                    mean_logit[chunk] = _expectation(p, z)
-        local_lse = torch.where(kernel_lse == -torch.inf, -torch.inf, kernel_lse + mass.log())
-        lse = _combine(local_lse, shard)
-        log_probs = torch.where(token_ids >= 0, shard.sum(selected) - lse[:, None], 0.0)
+                    mean[chunk] = _expectation(p, z - largest[chunk, None])
+        # kept apart from the maximum to the end: their sum would be rounded at the logits' own scale
+        top, log_sum = _combine(largest, kernel_log_sum, mass, shard)
+        log_probs = torch.where(token_ids >= 0, (shard.sum(selected) - top[:, None]) - log_sum[:, None], 0.0)
 
-        kernel_to_true = (kernel_lse - lse).exp()  # turns the kernel's local softmax into p of the whole vocabulary
-        entropy = log_probs.new_zeros(0)
+        below_top = torch.where(largest == -torch.inf, largest, largest - top)
+        kernel_to_true = (below_top + kernel_log_sum - log_sum).exp()  # from the kernel's softmax to p of the whole vocabulary
+        if shard.group is not None:
+            kernel_to_true = torch.where(largest == -torch.inf, 0.0, kernel_to_true)
+        saved, entropy = [logits, token_ids, kernel_to_true], log_probs.new_zeros(0)
         if with_entropy:
-            entropy = lse - shard.sum(mean_logit * kernel_to_true)
-        ctx.save_for_backward(logits, token_ids, kernel_to_true, *((lse, entropy) if with_entropy else ()))
-        ctx.settings = (shard, temperature, rows, inplace_backward)
-        if not with_entropy:
+            here = torch.where(largest == -torch.inf, 0.0, kernel_to_true * (mean + below_top * mass))
+            entropy = log_sum - shard.sum(here)
+            saved += [top + log_sum, entropy]
+        else:
             ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(*saved)
+        ctx.settings = (shard, temperature, rows, inplace_backward)
         return log_probs, entropy
 
     @staticmethod
@@ -251,23 +255,29 @@ class _SelectedLogProbs(torch.autograd.Function):
         total = torch.where(token_ids >= 0, grad_log_probs, 0.0).sum(dim=1)
         scale = -total * kernel_to_true / temperature
         reader = _ChunkReader(logits, shard, temperature, rows)
+        # where the gradient can hold it, p is computed in its final place
+        direct = not inplace_backward and gradient.dtype == kernel_to_true.dtype and shard.width == logits.shape[1]
         if shard.width:
             for chunk, z in reader:
-                p = reader.softmax(z)
+                p = reader.softmax(z, out=gradient[chunk] if direct else None)
                 if lse_and_entropy:
-                    dz = _entropy_gradient(p, z, scale, grad_entropy, kernel_to_true, *lse_and_entropy, temperature, chunk)
+                    p.mul_(_entropy_factor(p, z, scale, grad_entropy, kernel_to_true, *lse_and_entropy, temperature, chunk))
                 else:
-                    dz = p.mul_(scale[chunk, None])
-                dz.scatter_add_(1, columns[chunk], scattered[chunk])
-                gradient[chunk, : shard.width] = dz
+                    p.mul_(scale[chunk, None])
+                p.scatter_add_(1, columns[chunk], scattered[chunk])
+                if not direct:
+                    gradient[chunk, : shard.width] = p
         return gradient, None, None, None, None, None, None
 
 
-def _combine(local_lse: Tensor, shard: _VocabularyShard) -> Tensor:
+def _combine(largest: Tensor, kernel_log_sum: Tensor, mass: Tensor, shard: _VocabularyShard) -> tuple[Tensor, Tensor]:
+    """The largest logit ``[T]`` of the whole vocabulary, and ``log(sum exp(z - largest))`` over it."""
+    local = kernel_log_sum + mass.log()
     if shard.group is None:
-        return local_lse
-    largest = shard.max(local_lse.clone())
-    return largest + shard.sum((local_lse - largest).exp()).log()
+        return largest, local
+    top = shard.max(largest.clone())
+    here = torch.where(largest == -torch.inf, 0.0, (largest - top + local).exp())
+    return top, shard.sum(here).log()
 
 
 def _expectation(p: Tensor, z: Tensor) -> Tensor:
@@ -275,10 +285,10 @@ def _expectation(p: Tensor, z: Tensor) -> Tensor:
     return (p * torch.where(p > 0, z, 0.0)).sum(dim=-1)
 
 
-def _entropy_gradient(p, z, scale, grad_entropy, kernel_to_true, lse, entropy, temperature, chunk) -> Tensor:
+def _entropy_factor(p, z, scale, grad_entropy, kernel_to_true, lse, entropy, temperature, chunk) -> Tensor:
+    """What the kernel's p is multiplied by where the entropy has a gradient too."""
     log_p_plus_entropy = torch.where(p > 0, z, 0.0) - (lse - entropy)[chunk, None]
-    per_row = (grad_entropy * kernel_to_true / temperature)[chunk, None]
-    return p * (scale[chunk, None] - per_row * log_p_plus_entropy)
+    return scale[chunk, None] - (grad_entropy * kernel_to_true / temperature)[chunk, None] * log_p_plus_entropy
 
 
 class _GatherSelected(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Responses from an engine: requests out, samples filled in."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miles_sc.arguments import ScoreCenteringConfig
@@ -36,16 +36,16 @@ def generate_responses(
     ]
     for sample, answer in zip(samples, engine.generate(requests), strict=True):
         meta_info = answer["meta_info"]
-        before = sample.response_length
+        before = sample.weight_versions or [""] * sample.response_length
         try:
+            versions = _weight_versions(meta_info)
             if config.top_logprobs_num:
                 append_candidates(sample, meta_info, k=config.top_logprobs_num, mode=config.mode, vocab_size=vocab_size)
             else:
                 append_sampled_tokens(sample, meta_info, vocab_size=vocab_size)
         except ValueError as error:
             raise ValueError(f"sample {sample.index}: {error}") from error
-        versions = [*(sample.weight_versions or [""] * before)]
-        sample.weight_versions = versions + [meta_info.get("weight_version", "")] * (sample.response_length - before)
+        sample.weight_versions = [*before, *versions]
         sample.truncated = meta_info["finish_reason"]["type"] == "length"
         sample.response = decode(sample.tokens[len(sample.tokens) - sample.response_length :])
 
@@ -57,6 +57,17 @@ def greedy_responses(
     sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_new_tokens": max_new_tokens}
     answers = engine.generate([{"input_ids": list(prompt), "sampling_params": sampling} for prompt in prompts])
     return [decode(answer["output_ids"]) for answer in answers]
+
+
+def _weight_versions(meta_info: Mapping[str, Any]) -> list[str]:
+    """The weights that sampled each of the call's tokens; they may have changed on the way."""
+    tokens, spans = len(meta_info.get("output_token_logprobs") or ()), meta_info.get("weight_versions")
+    if spans is None:
+        return [meta_info.get("weight_version") or ""] * tokens
+    versions = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+    if len(versions) != tokens:
+        raise ValueError(f"weight_versions = {spans} for {tokens} generated tokens: every token was sampled by one version")
+    return versions
 
 
 def _request(sample: Sample, config: ScoreCenteringConfig, max_new_tokens: int, seed: int) -> dict[str, Any]:

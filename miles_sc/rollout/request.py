@@ -37,7 +37,9 @@ def configure_request(
     else:
         sampling = configured["sampling_params"] = dict(configured.get("sampling_params") or {})
     _write_out_sampler(config, sampling)
-    _refuse_other_distributions(config, sampling)
+    # a native request holds this field beside its sampling parameters
+    processor = configured.get("custom_logit_processor")
+    _refuse_other_distributions(config, sampling | {"custom_logit_processor": processor} if processor else sampling)
     for name in ("top_logprobs", "top_logprobs_num", "return_sampling_mask", "sampling_logprobs_mode"):
         configured.pop(name, None)
     if openai:
@@ -63,10 +65,15 @@ def _refuse_other_distributions(config: ScoreCenteringConfig, sampling: Mapping[
     def refuse(name: str, why: str) -> None:
         raise ValueError(f"{name} = {sampling[name]!r} in a training request: {why}")
 
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        if isinstance(sampling[name], bool) or not isinstance(sampling[name], int | float):
+            refuse(name, "give a number, or leave it out")
     if sampling["temperature"] != config.temperature:
         refuse("temperature", f"the trainer scores at --rollout-temperature {config.temperature}; leave it out of the request")
     if sampling["min_p"] != 0:
         refuse("min_p", "its filter is not reported; leave it out or set 0")
+    if not 0 < sampling["top_p"] <= 1:
+        refuse("top_p", "give a number in (0, 1], or leave it out")
     filtered = sampling["top_p"] < 1 or sampling["top_k"] > 0
     if config.mode == "selected" and filtered:
         refuse(
@@ -84,7 +91,7 @@ def _refuse_other_distributions(config: ScoreCenteringConfig, sampling: Mapping[
         if sampling.get(name) not in (None, neutral):
             refuse(name, f"penalties change the distribution with every token; leave it out or set {neutral}")
     response_format = sampling.get("response_format")
-    if response_format and response_format.get("type") != "text":
+    if response_format and not (isinstance(response_format, Mapping) and response_format.get("type") == "text"):
         refuse("response_format", "it switches a grammar on; leave it out or ask for text")
     if sampling.get("tool_choice") not in (None, "auto", "none"):
         refuse("tool_choice", "a forced tool switches a grammar on; use auto or none")

@@ -1,13 +1,13 @@
 """What is read from an SGLang answer: sampled tokens, candidates and support, nested or flat (CONTRACT 6)."""
 
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from miles_sc.candidates import LOG_PROB_SLACK, Candidates
+from miles_sc.candidates import LOG_PROB_SLACK, MINUS_INFINITY, Candidates
 from miles_sc.sampling_support import SamplingSupport
 
 _ROUTE = (
@@ -103,8 +103,8 @@ def _sampled_tokens(meta_info: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarra
     if entries is None and meta_info.get("completion_tokens") != 0:
         raise ValueError(f"{field} is missing from meta_info: ask with return_logprob (native) or logprobs and return_meta_info (chat)")
     entries = entries or ()
-    values = _numbers([entry[0] for entry in entries], field)
-    ids = _numbers([entry[1] for entry in entries], field, integers=True)
+    values = _numbers(_column(entries, 0, field), field)
+    ids = _numbers(_column(entries, 1, field), field, integers=True)
     if (generated := meta_info.get("completion_tokens")) is not None and generated != ids.size:
         raise ValueError(f"{field} has {ids.size} rows for {generated} generated tokens: every token needs exactly one")
     return ids, values
@@ -113,6 +113,7 @@ def _sampled_tokens(meta_info: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarra
 def _check_sampled(token_ids: np.ndarray, log_probs: np.ndarray, vocab_size: int | None) -> None:
     for broken, what in (
         (~np.isfinite(log_probs), "is not finite"),
+        (log_probs <= MINUS_INFINITY, "stands for -inf, and what was sampled had a probability"),
         (log_probs > LOG_PROB_SLACK, "is above 0, so it is no log-prob"),
     ):
         if broken.any():
@@ -144,12 +145,11 @@ def _nested_top_logprobs(meta_info: Mapping[str, Any], rows: int, width: int) ->
         raise ValueError(f"{field} is missing: {width} candidates were asked for and none came; {_ROUTE}")
     _check_row_count(field, len(table), rows)
     for row, entries in enumerate(table):
-        if entries is None or len(entries) != width:
-            raise ValueError(
-                f"{field}, row {row}: {0 if entries is None else len(entries)} candidates came and {width} were asked for; {_ROUTE}"
-            )
-    values = _numbers([[entry[0] for entry in entries] for entries in table], field)
-    ids = _numbers([[entry[1] for entry in entries] for entries in table], field, integers=True)
+        came = len(entries) if isinstance(entries, Sequence) else 0
+        if came != width:
+            raise ValueError(f"{field}, row {row}: {came} candidates came and {width} were asked for; {_ROUTE}")
+    values = _numbers([_column(entries, 0, field, row) for row, entries in enumerate(table)], field)
+    ids = _numbers([_column(entries, 1, field, row) for row, entries in enumerate(table)], field, integers=True)
     return values.astype(np.float32), _as_int32(ids, field)
 
 
@@ -174,7 +174,7 @@ def _flat_array(meta_info: Mapping[str, Any], field: str, dtype: type, shape: Se
         if meta_info.get(field) is None:
             raise ValueError(f"neither {field} nor {field}_b64 came with output_top_logprobs_shape {shape}; {_ROUTE}")
         integers = dtype is np.int32
-        flat = _numbers(meta_info[field], field, integers=integers)
+        flat = _numbers(meta_info[field], field, integers=integers, row_of=lambda place: place // shape[1])
         flat = _as_int32(flat, field) if integers else flat.astype(dtype)
     else:
         declared = meta_info.get(f"{field}_b64_dtype", np.dtype(dtype).name)
@@ -200,6 +200,8 @@ def _support_candidates(meta_info: Mapping[str, Any], rows: int, k: int) -> tupl
             raise ValueError(f"{field} is missing from an answer to filtered sampling; {_ROUTE}")
         _check_row_count(field, len(table), rows)
     for row, (ids, values) in enumerate(zip(id_rows, value_rows, strict=True)):
+        if not isinstance(ids, Sequence):
+            raise ValueError(f"{ids_field}, row {row}: {ids!r} in place of a list of ids")
         if not isinstance(values, Sequence) or len(ids) != len(values):
             raise ValueError(f"{values_field}, row {row}: its log-probs do not match the {len(ids)} ids of {ids_field}; ask for support mode")
         if len(ids) > k:
@@ -207,9 +209,13 @@ def _support_candidates(meta_info: Mapping[str, Any], rows: int, k: int) -> tupl
                 f"{ids_field}, row {row}: the sampling support exceeds the arrays, {len(ids)} ids for {k} slots; raise "
                 f"--rollout-top-logprobs-num to at least {len(ids)}"
             )
-    flat_ids = _numbers([token for ids in id_rows for token in ids], ids_field, integers=True)
-    flat_values = _numbers([value for values in value_rows for value in values], values_field)
     offsets = np.concatenate([[0], np.cumsum([len(ids) for ids in id_rows])]).astype(np.int64)
+
+    def row_of(place: int) -> int:
+        return int(np.searchsorted(offsets, place, side="right")) - 1
+
+    flat_ids = _numbers([token for ids in id_rows for token in ids], ids_field, integers=True, row_of=row_of)
+    flat_values = _numbers([value for values in value_rows for value in values], values_field, row_of=row_of)
     support = SamplingSupport(_as_int32(flat_ids, ids_field), offsets)
     token_ids = support.padded(k)
     log_probs = np.full((rows, k), -np.inf, np.float32)
@@ -235,21 +241,36 @@ def _check_row_count(field: str, came: int, rows: int) -> None:
         raise ValueError(f"{field} has {came} rows for {rows} generated tokens: every token needs exactly one, none is cut or padded")
 
 
-def _numbers(values: Sequence[Any], field: str, *, integers: bool = False) -> np.ndarray:
-    """float64 or int64 array of JSON numbers; null, strings and booleans are refused, with the row they stand in."""
-    array = np.array(values) if len(values) else np.empty(0, np.int64)
+def _column(entries: Sequence[Any], place: int, field: str, row: int | None = None) -> list[Any]:
+    """One element of every ``[log-prob, id, text]``; ``row`` is given where the entries are one row's candidates."""
+    try:
+        return [entry[place] for entry in entries]
+    except (TypeError, LookupError) as error:
+        at, broken = next((at, entry) for at, entry in enumerate(entries) if not (isinstance(entry, Sequence) and len(entry) > place))
+        raise ValueError(f"{field}, row {at if row is None else row}: {broken!r} in place of [log-prob, id, text]") from error
+
+
+def _numbers(
+    values: Sequence[Any], field: str, *, integers: bool = False, row_of: Callable[[int], int] = lambda place: place
+) -> np.ndarray:
+    """float64 or int64 array of JSON numbers, flat or in rows; null and strings are refused, with the row they stand in."""
+    try:
+        array = np.array(values) if len(values) else np.empty(0, np.int64)
+    except ValueError:  # ragged: a list stands in a number's place
+        array = np.empty(0, object)
     if array.dtype.kind not in ("iu" if integers else "iuf"):
-        row, value = _first_non_number(values, integers)
-        raise ValueError(f"{field}, row {row}: {value!r} in place of {'a whole number' if integers else 'a number'}")
+        place, value = _first_non_number(values, integers)
+        raise ValueError(f"{field}, row {row_of(place)}: {value!r} in place of {'a whole number' if integers else 'a number'}")
     return array.astype(np.int64 if integers else np.float64)
 
 
 def _first_non_number(values: Sequence[Any], integers: bool) -> tuple[int, Any]:
     wanted = (int,) if integers else (int, float)
-    for row, value in enumerate(values):
-        for number in value if isinstance(value, list) else [value]:
+    in_rows = isinstance(values[0], list)
+    for place, value in enumerate(values):
+        for number in value if in_rows else [value]:
             if isinstance(number, bool) or not isinstance(number, wanted):
-                return row, number
+                return place, number
     return 0, values[0]
 
 

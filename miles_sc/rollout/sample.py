@@ -58,6 +58,11 @@ class Sample:
         """Appends tokens that nobody sampled (a tool's answer): untrained gap rows."""
         rows = len(token_ids)
         self.check_rows()
+        if self.response_length and (self.loss_mask is None or self.rollout_log_probs is None):
+            raise ValueError(
+                f"sample {self.index}: its {self.response_length} response tokens lack loss_mask or rollout_log_probs; "
+                "fill both before an observation is appended"
+            )
         if self.candidates is not None:
             self.candidates = self.candidates.append_gap(rows)
         if self.rollout_sampling_mask is not None:

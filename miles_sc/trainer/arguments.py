@@ -174,11 +174,15 @@ def _checked(action: argparse.Action, value: Any, where: str) -> Any:
             raise ValueError(f"{where} = {value!r}: give a list of texts")
         return value
     if value is None:
+        if action.required:
+            raise ValueError(f"{where} is empty: the flag is required; give a value")
         return action.default
     kind = action.type or str
     numeric = kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool)
-    if not (numeric or (kind is str and isinstance(value, str))) or kind(value) != value:
-        raise ValueError(f"{where} = {value!r}: give {'a whole number' if kind is int else 'a number' if kind is float else 'a text'}")
+    if not (numeric or (kind is str and isinstance(value, str))) or (kind is int and value % 1 != 0) or value != value:
+        # PyYAML reads an exponent only after a dot
+        wanted = {int: "a whole number", float: "a number, with a dot before an exponent (1.0e-6)"}.get(kind, "a text")
+        raise ValueError(f"{where} = {value!r}: give {wanted}")
     if action.choices is not None and value not in action.choices:
         raise ValueError(f"{where} = {value!r}: choose one of {', '.join(map(str, action.choices))}")
     return kind(value)
@@ -194,6 +198,7 @@ _AT_LEAST = {
 def validate_train_arguments(args: argparse.Namespace) -> None:
     """The start-up contract of the built-in trainer, after every override."""
     validate_score_centering_arguments(args)
+    ScoreCenteringConfig.from_args(args)  # our sampler's bounds hold for every loss
     for name, least in _AT_LEAST.items():
         value = getattr(args, name)
         if value is not None and value < least:
@@ -210,8 +215,13 @@ def validate_train_arguments(args: argparse.Namespace) -> None:
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if args.num_steps_per_rollout is not None and args.global_batch_size is not None:
         raise ValueError("give one of --global-batch-size and --num-steps-per-rollout: each follows from the other")
+    if args.num_steps_per_rollout is not None and samples % args.num_steps_per_rollout:
+        raise ValueError(
+            f"--num-steps-per-rollout {args.num_steps_per_rollout} does not divide the {samples} samples of a rollout "
+            f"(--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}): set a divisor"
+        )
     step = global_batch_size(args)
-    if samples % step or (args.num_steps_per_rollout and samples % args.num_steps_per_rollout):
+    if samples % step:
         raise ValueError(
             f"{samples} samples per rollout (--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt "
             f"{args.n_samples_per_prompt}) do not divide into optimizer steps of {step}: set --global-batch-size to a divisor"
@@ -254,7 +264,7 @@ def _validate_losses(args: argparse.Namespace) -> None:
         raise ValueError(f"--log-probs-chunk-size {args.log_probs_chunk_size}: set a positive number of rows, or -1")
     if args.kl_loss_coef != 0 and not args.use_kl_loss:
         raise ValueError(f"--kl-loss-coef {args.kl_loss_coef} without --use-kl-loss: add --use-kl-loss or leave the coefficient out")
-    if not args.lr >= 0:
+    if not 0 <= args.lr < float("inf"):
         raise ValueError(f"--lr {args.lr}: set a number of at least 0")
 
 

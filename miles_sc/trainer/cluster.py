@@ -33,21 +33,20 @@ def ray_session() -> Iterator[None]:
 
 
 class Actors:
-    """One rollout actor and the train actors, alive inside a ``with`` block."""
+    """One rollout actor and the train actors, alive inside a ``with`` block; each run of a command takes them anew."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        world_size = args.actor_num_gpus_per_node
+    def __init__(self, world_size: int, *, overlapping: bool) -> None:
+        """Args:
+        world_size: train actors.
+        overlapping: rollout and training run at once and share the cores; otherwise they take turns on all of them.
+        """
         cores = os.cpu_count() or 1
-        # rollout and training take turns on all cores, unless they run at once
-        rollout_threads = max(cores // (world_size + 1), 1) if args.train_async else cores
-        train_threads = max(cores // (world_size + 1 if args.train_async else world_size), 1)
+        rollout_threads = max(cores // (world_size + 1), 1) if overlapping else cores
+        train_threads = max(cores // (world_size + int(overlapping)), 1)
         gpus = min(1.0, torch.cuda.device_count() / (world_size + 1)) if torch.cuda.is_available() else 0.0
-        self.rollout = _spawn(RolloutActor, gpus, rollout_threads, args, rollout_threads)
-        self._train = [
-            _spawn(TrainActor, gpus, train_threads, args, rank, world_size, train_threads) for rank in range(world_size)
-        ]
-        address = ray.get(self._train[0].rendezvous_address.remote())
-        self.call_train("build", address)
+        self.rollout = _spawn(RolloutActor, gpus, rollout_threads, rollout_threads)
+        self._train = [_spawn(TrainActor, gpus, train_threads, rank, world_size, train_threads) for rank in range(world_size)]
+        self.call_train("join", ray.get(self._train[0].rendezvous_address.remote()))
 
     def __enter__(self) -> "Actors":
         return self
@@ -56,17 +55,14 @@ class Actors:
         for actor in (self.rollout, *self._train):
             ray.kill(actor)
 
+    def prepare(self, args: argparse.Namespace) -> None:
+        """Loads a run everywhere."""
+        loading = self.rollout.prepare.remote(args)
+        ray.get([loading, *(actor.prepare.remote(args) for actor in self._train)])
+
     def call_train(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method on every rank and waits for all; if some fail, the most telling error is raised."""
-        return self.collect_train(self.start_train(method, *arguments))
-
-    def start_train(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
-        """The same without waiting."""
-        return [getattr(actor, method).remote(*arguments) for actor in self._train]
-
-    def collect_train(self, references: list[ray.ObjectRef]) -> list[Any]:
-        """Results of :meth:`start_train`, in the order of the ranks."""
-        return ray.get(references)
+        """Calls a method on every rank and waits for all; results in the order of the ranks."""
+        return ray.get([getattr(actor, method).remote(*arguments) for actor in self._train])
 
 
 def _spawn(kind: type, gpus: float, threads: int, *arguments: Any) -> Any:

@@ -46,12 +46,15 @@ def planned_runs(args: argparse.Namespace) -> list[tuple[argparse.Namespace, Run
     if args.load or args.save:
         raise ValueError("--compare with --load or --save: each arm keeps its own checkpoints; leave them out")
     runs = []
-    for arm in args.compare.split(","):
+    arms = [arm.strip() for arm in args.compare.split(",")]
+    for arm in arms:
+        if arms.count(arm) > 1:
+            raise ValueError(f"--compare {args.compare}: {arm} stands twice; name every arm once (--compare-seeds repeats arms)")
         for seed in range(args.rollout_seed, args.rollout_seed + args.compare_seeds):
             own = arm_arguments(args, arm)
             own.rollout_seed = seed
-            path = root / f"{arm.strip().replace('+', '-').replace('@', '-k')}-seed{seed}"
+            path = root / f"{arm.replace('+', '-').replace('@', '-k')}-seed{seed}"
             own.output_dir = str(path)
             validate_train_arguments(own)
-            runs.append((own, RunDirectory(path, own, arm=arm.strip()), f"{arm.strip()}, seed {seed}"))
+            runs.append((own, RunDirectory(path, own, arm=arm), f"{arm}, seed {seed}"))
     return runs

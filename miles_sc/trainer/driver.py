@@ -28,8 +28,8 @@ class Interrupted(Exception):
     """The run stopped on request, at a rollout boundary, with a checkpoint."""
 
 
-def train(args: argparse.Namespace, directory: RunDirectory, *, title: str) -> None:
-    """Runs or continues one arm to its end. Needs :func:`miles_sc.trainer.cluster.ray_session`.
+def train(args: argparse.Namespace, directory: RunDirectory, actors: Actors, *, title: str) -> None:
+    """Runs or continues one arm to its end.
 
     Raises:
         Interrupted: after Ctrl-C or SIGTERM; a checkpoint is there.
@@ -40,8 +40,9 @@ def train(args: argparse.Namespace, directory: RunDirectory, *, title: str) -> N
     first = checkpoint.next_rollout if checkpoint else 0
     if first >= args.num_rollout:
         raise ValueError(f"--load {args.load}: it already holds {first} rollouts and --num-rollout is {args.num_rollout}; raise it")
+    actors.prepare(args)
     directory.start(first)
-    with _stop_requests() as stop, Actors(args) as actors, Progress(args.num_rollout, title=title) as progress:
+    with _stop_requests() as stop, Progress(args.num_rollout, title=title) as progress:
         run = _Run(args, actors, directory, progress, settings)
         run.begin(checkpoint)
         run.loop(first, stop)
@@ -56,8 +57,7 @@ class _Run:
         self.save_root = Path(args.save) if args.save else directory.path / "checkpoints"
 
     def begin(self, checkpoint) -> None:
-        """Loads the state and starts the drift probe from the run's very first weights."""
-        ray.get(self.actors.rollout.start_probe.remote())
+        """Restores a checkpoint, or evaluates where the run starts from."""
         if checkpoint:
             self.actors.call_train("load", str(checkpoint.backend_directory))
             for version in range(max(0, checkpoint.next_rollout - self.lag), checkpoint.next_rollout):

@@ -148,7 +148,7 @@ def _draw_reward(figure: FigureBase, series: Sequence[Series], styles: dict[str,
         panel(ax, series, styles)
     for ax in axes[-1]:
         _count_rollouts(ax)
-    _arm_legend(figure, series, styles)
+    _arm_legend(figure, series, styles, {})
 
 
 def _reward_panel(ax: Axes, series: Sequence[Series], styles: dict[str, Look]) -> None:
@@ -174,7 +174,7 @@ def _kl_panel(ax: Axes, series: Sequence[Series], styles: dict[str, Look]) -> No
 
 
 def _difference_panel(ax: Axes, series: Sequence[Series], styles: dict[str, Look]) -> None:
-    ax.set_title("Sampler against trainer")
+    ax.set_title("Sampler mismatch")
     ax.set_ylabel("nats per token")
     recorded = False
     drawn = []
@@ -187,7 +187,7 @@ def _difference_panel(ax: Axes, series: Sequence[Series], styles: dict[str, Look
         _message(ax, "0 in every rollout:\nsampler and trainer agree exactly")
     elif _absent_unless(ax, drawn):
         ax.set_yscale("log")
-        _line_legend(ax, {"|log p − log q|": ("-", 1.4), "KL(sampler ‖ trainer)": ("--", 1.4)})
+        _line_legend(ax, {"|log p − log q|": ("-", 1.4), "KL(q ‖ p)": ("--", 1.4)})
 
 
 def _mass_panel(ax: Axes, series: Sequence[Series], styles: dict[str, Look]) -> None:
@@ -250,7 +250,7 @@ def _draw_drift(figure: FigureBase, series: Sequence[Series], styles: dict[str, 
 def _drift_panel(
     ax: Axes, condition: Condition, series: Sequence[Series], floors: Sequence[Series], styles: dict[str, Look]
 ) -> None:
-    ax.set_title(f"reward {condition.reward:+g}, sampler {_short(condition.sampler)}".replace("-", "−"))
+    ax.set_title(_short(f"reward {condition.reward:+g}, sampler: {condition.sampler}", 44).replace("-", "−"))
     for floor in floors:
         _line(ax, _positive(floor.band(EVAL_KL)), styles[floor.label], dashes=":", width=1.4, shaded=False)
     drawn = [_line(ax, _positive(each.band(EVAL_KL)), styles[each.label], width=2, marked=True) for each in series]
@@ -336,14 +336,15 @@ def _line_legend(ax: Axes, entries: dict[str, tuple[str, float]]) -> None:
 
 
 def _arm_legend(
-    figure: FigureBase, series: Sequence[Series], styles: dict[str, Look], lines: dict[str, tuple[str, float]] | None = None
+    figure: FigureBase, series: Sequence[Series], styles: dict[str, Look], lines: dict[str, tuple[str, float]]
 ) -> None:
     from matplotlib.lines import Line2D
 
-    labels = list(dict.fromkeys(each.label for each in series))
-    handles = [Line2D([], [], color=styles[label].colour, marker=styles[label].marker, linewidth=2.4) for label in labels]
-    texts = [_short(label) for label in labels]
-    for text, (dashes, width) in (lines or {}).items():
+    handles, texts = [], []
+    for label in dict.fromkeys(each.label for each in series):
+        handles.append(Line2D([], [], color=styles[label].colour, marker=styles[label].marker, linewidth=2.4))
+        texts.append(_short(label))
+    for text, (dashes, width) in lines.items():
         handles.append(Line2D([], [], color=_GREY, linestyle=dashes, linewidth=width))
         texts.append(text)
     columns = min(len(texts), max(1, 110 // (max(map(len, texts)) + 8)))

@@ -41,10 +41,17 @@ class Rollout:
 
 
 class RolloutActor:
-    """Runs as a Ray actor; all of its methods run one after the other."""
+    """Runs as a Ray actor; all of its methods run one after the other. One process serves every run of a command."""
 
-    def __init__(self, args: argparse.Namespace, threads: int) -> None:
+    def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
+
+    def prepare(self, args: argparse.Namespace) -> None:
+        """Loads model and task of a run, and fixes the text on which its drift is measured.
+
+        Raises:
+            ValueError: a task, model directory or number of candidates that cannot be had.
+        """
         self._args = args
         self._config = ScoreCenteringConfig.from_args(args)
         self._task = load_task(
@@ -65,14 +72,14 @@ class RolloutActor:
         self._clean_engine = self._engine_on(self._clean_model, "none")
         self._engine = self._engine_on(self._load_model(), args.rollout_mismatch)
         self._held_out = self._task.held_out()
-        self._probe: DriftProbe | None = None
+        self._probe = self._start_probe()
 
-    def start_probe(self) -> None:
-        """Fixes the text on which drift is measured; the clean engine must hold the run's first weights."""
+    def _start_probe(self) -> DriftProbe:
         samples = [Sample(tokens=self._codec.encode(problem.prompt), index=i) for i, problem in enumerate(self._held_out)]
         unrecorded = ScoreCenteringConfig(temperature=self._config.temperature)
+        # the clean engine still holds the run's first weights
         self._generate(self._clean_engine, samples, unrecorded, [_PROBE_SEED + sample.index for sample in samples])
-        self._probe = DriftProbe(
+        return DriftProbe(
             self._clean_model,
             [sample.tokens for sample in samples],
             [sample.response_length for sample in samples],

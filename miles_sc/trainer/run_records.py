@@ -1,4 +1,4 @@
-"""What runs left behind, read back: a run per directory, runs of one arm and setting over several seeds as one series."""
+"""What runs left behind, read back: a run per directory, and the runs of one arm under several seeds as one series."""
 
 import json
 import math
@@ -51,9 +51,10 @@ class Condition:
 
     @property
     def sampler(self) -> str:
-        """The sampler in words."""
-        same = "exact" if self.mismatch == "none" else self.mismatch
-        return same + (f", {self.lag} update{'s' if self.lag > 1 else ''} stale" if self.lag else "")
+        """How the sampler differs from the trainer, in words."""
+        mismatch = [] if self.mismatch == "none" else [self.mismatch]
+        lag = [f"{self.lag} update{'s' if self.lag > 1 else ''} stale"] if self.lag else []
+        return ", ".join(mismatch + lag) or "unbiased"
 
     @property
     def on_policy(self) -> bool:
@@ -99,7 +100,7 @@ class Run:
         return Condition(reward, str(args.get("rollout_mismatch") or "none"), lag)
 
     def curve(self, name: str) -> dict[int, float]:
-        """A metric over the number of rollouts done; 0 is before any training. Absent and non-finite values are left out."""
+        """A metric over the number of rollouts done, 0 being before any training. What is absent or NaN is left out."""
         return {
             int(record["step"]) + 1: record[name]
             for record in self.records
@@ -130,8 +131,8 @@ class Spread:
 
     def text(self, form: str) -> str:
         """``mean ± deviation``, the mean formatted by ``form``."""
-        deviation = "" if self.deviation is None else f" ± {self.deviation:{form if form.endswith('f') else '.2g'}}"
-        return f"{self.mean:{form}}{deviation}"
+        mean = f"{self.mean:{form}}".removesuffix(".")
+        return mean if self.deviation is None else f"{mean} ± {self.deviation:{form if form.endswith('f') else '.1g'}}"
 
 
 @dataclass(frozen=True)
@@ -190,25 +191,30 @@ def read_runs(output_dir: Path) -> list[Run]:
     """Every run at or below ``output_dir``, by path.
 
     Raises:
-        ValueError: no run there, none that recorded anything, or a file that cannot be read; file, line and remedy are named.
+        ValueError: no run there, none that recorded anything, or what cannot be read; file, line and remedy are named.
     """
     runs = [_read_run(path.parent) for path in sorted(output_dir.rglob("run.json"))]
     if not runs:
-        raise ValueError(f"{output_dir}: no run there or below (a folder with run.json); give the --output-dir of a training run")
+        raise ValueError(
+            f"{output_dir}: no run there or below (a folder with run.json); give the --output-dir of a training run"
+        )
     if not any(run.records for run in runs):
         raise ValueError(f"{output_dir}: no rollout is recorded yet; ask again after the first one")
     return runs
 
 
 def series_of(runs: Sequence[Run]) -> list[Series]:
-    """Runs that differ in nothing but their seed, together. Sorted: task rewards before drift, drift by condition, then by arm."""
-    groups: dict[tuple, list[Run]] = {}
-    differing = {(run.kind, run.arm): _differing([r for r in runs if (r.kind, r.arm) == (run.kind, run.arm)]) for run in runs}
+    """Runs that differ in nothing but their seed, together; tasks first, then drift by condition, then by arm."""
+    of_arm: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
-        names = [*differing[run.kind, run.arm], *(_CONDITION if run.kind == "drift" else ())]
-        key = (run.kind, run.arm, *(_text(run.args.get(name)) for name in names))
-        groups.setdefault(key, []).append(run)
-    found = [Series(_label(group[0], differing[group[0].kind, group[0].arm]), group) for group in groups.values()]
+        of_arm.setdefault((run.kind, run.arm), []).append(run)
+    found = []
+    for same_arm in of_arm.values():
+        differing = _differing(same_arm)
+        groups: dict[tuple[str, ...], list[Run]] = {}
+        for run in same_arm:
+            groups.setdefault(tuple(_text(run.args.get(name)) for name in differing), []).append(run)
+        found += [Series(_label(group[0], differing), group) for group in groups.values()]
     return sorted(found, key=_order)
 
 
@@ -259,11 +265,12 @@ def _read_run(directory: Path) -> Run:
     if described["kind"] not in ("reward", "drift"):
         raise ValueError(f"{path}: kind {described['kind']!r} is neither 'reward' nor 'drift'; {remedy}")
     args = {name.lstrip("-").replace("-", "_"): value for name, value in described.pop("args").items()}
-    run = Run(directory, args=args, records=_read_records(directory / "metrics.jsonl"), **{n: described[n] for n in kinds if n != "args"})
+    head = {name: described[name] for name in kinds if name != "args"}
+    run = Run(directory, args=args, records=_read_records(directory / "metrics.jsonl"), **head)
     try:
         run.condition  # noqa: B018  its numbers must be numbers
-    except ValueError as error:
-        raise ValueError(f"{path}: rm_type or rollout_staleness of the args is no number ({error}); {remedy}") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: rm_type or rollout_staleness is no number ({error}); {remedy}") from error
     return run
 
 
@@ -271,7 +278,8 @@ def _read_records(path: Path) -> list[dict[str, float]]:
     try:
         lines = path.read_text().splitlines()
     except (UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path}: cannot be read ({_reason(error)}); run it again, or move {path.parent} away") from error
+        remedy = f"run it again, or move {path.parent} away"
+        raise ValueError(f"{path}: cannot be read ({_reason(error)}); {remedy}") from error
     records: dict[int, dict[str, float]] = {}
     for number, line in enumerate(lines, start=1):
         try:

@@ -21,11 +21,13 @@ def notes(runs: Sequence[Run], series: Sequence[Series]) -> list[str]:
     found = []
     for run in runs:
         if run.recorded < run.rollouts:
-            found.append(f"{run.arm}, seed {run.seed} recorded {run.recorded} of {run.rollouts} rollouts; its last values are earlier ones.")
+            recorded = f"{run.recorded} of {run.rollouts} rollouts"
+            found.append(f"{run.arm}, seed {run.seed} recorded {recorded}; its last values are earlier ones.")
     for each in series:
-        twice = [str(seed) for seed, count in Counter(run.seed for run in each.runs).items() if count > 1]
+        counts = Counter(run.seed for run in each.runs)
+        twice = [str(seed) for seed, count in counts.items() if count > 1]
         if twice:
-            found.append(f"{each.label} has seed {', '.join(twice)} more than once: its spread is smaller than that over seeds.")
+            found.append(f"{each.label} has seed {', '.join(twice)} more than once: its spread is not one over seeds.")
     if any(each.kind == "reward" and each.condition.lag for each in series):
         found.append("The sampler was stale in some runs. Score centering takes out drift, it does not cure staleness.")
     return found
@@ -36,12 +38,14 @@ def _reward_sentences(series: Sequence[Series]) -> list[str]:
         return []
     evaluated = [each for each in series if each.last(EVAL_REWARD)]
     if not evaluated:
-        return ["No held-out reward was recorded, so these runs do not say whether the policy became better."]
-    changes = [
-        f"{each.label} {each.first(EVAL_REWARD).text('.3f')} to {each.last(EVAL_REWARD).text('.3f')}" for each in evaluated
+        return ["No held-out reward was recorded: these runs do not say whether the policy became better."]
+    ends = [(each.label, each.first(EVAL_REWARD).text(".3f"), each.last(EVAL_REWARD).text(".3f")) for each in evaluated]
+    changes = "; ".join(f"{label} {first} to {last}" for label, first, last in ends) + _seeds(evaluated)
+    spread = ", ± standard deviation over seeds" if "±" in changes else ""
+    return [
+        f"Held-out reward of the clean policy (greedy), first to last evaluation{spread}: {changes}.",
+        *_comparison(evaluated),
     ]
-    sentence = f"Held-out reward of the clean policy (greedy), first to last evaluation, ± standard deviation over seeds: {'; '.join(changes)}"
-    return [f"{sentence}{_seeds(evaluated)}.", *_comparison(evaluated)]
 
 
 def _comparison(series: Sequence[Series]) -> list[str]:
@@ -56,8 +60,10 @@ def _comparison(series: Sequence[Series]) -> list[str]:
         return ["With a single seed an arm's lead cannot be told from chance."]
     close = [each.label for each in series if each is not best and each.last(EVAL_REWARD).high >= ahead.low]
     if close:
-        return [f"{best.label} has the highest mean, but the seeds of {', '.join(close)} overlap with its own: no difference is shown."]
-    return [f"Every seed of {best.label} ends above every seed of the other arms ({ahead.seeds} seeds: a sign, not a proof)."]
+        names = ", ".join(close)
+        return [f"{best.label} has the highest mean, but seeds overlap with those of {names}: no difference is shown."]
+    others = "every seed of the other arms" if len(series) > 2 else "every seed of the other arm"
+    return [f"Every seed of {best.label} ends above {others} ({ahead.seeds} seeds: a sign, not a proof)."]
 
 
 def _mismatch_sentences(series: Sequence[Series]) -> list[str]:
@@ -77,14 +83,13 @@ def _drift_sentences(series: Sequence[Series]) -> list[str]:
         return []
     if not measured:
         return ["The drift runs recorded no KL from the start, so they do not say how far the policy drifted."]
-    parts = [
-        f"{sampler}: {_ends([each for each in measured if each.condition.on_policy is unbiased])}"
-        for unbiased, sampler in ((False, "with a sampler that differs"), (True, "with the unbiased sampler, the noise floor"))
-        if any(each.condition.on_policy is unbiased for each in measured)
-    ]
+    biased = [each for each in measured if not each.condition.on_policy]
+    unbiased = [each for each in measured if each.condition.on_policy]
+    ends = [f"with a sampler that differs, at {_ends(biased)}"] if biased else []
+    ends += [f"with the unbiased sampler, the noise floor, at {_ends(unbiased)}"] if unbiased else []
     return [
-        "Under a constant reward the true gradient is zero, so the clean policy's KL from its start is drift and noise. "
-        f"In nats per token it ended, {'; '.join(parts)}{_seeds(measured)}."
+        "Under a constant reward the true gradient is zero: the clean policy's KL from its start is drift and noise. "
+        f"In nats per token it ended, {'; '.join(ends)}{_seeds(measured)}."
     ]
 
 
@@ -102,6 +107,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _seeds(series: Sequence[Series]) -> str:
+    """How many there are, for the end of a sentence that reports their mean."""
     counts = sorted({len(each.runs) for each in series})
     if counts == [1]:
         return " (one seed each)" if len(series) > 1 else " (one seed)"

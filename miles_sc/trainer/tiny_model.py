@@ -84,7 +84,7 @@ def make_tiny_model(
         "warm_up_seconds": round(time.monotonic() - started, 2),
         **measure_greedy(model, tokenizer, task, max_new_tokens=max_new_tokens),
     }
-    with _whole_directory(output) as unfinished:
+    with whole_directory(output) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         (unfinished / "miles_sc.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -246,7 +246,7 @@ def _cosine(step: int, steps: int) -> float:
 
 
 @contextlib.contextmanager
-def _whole_directory(output: Path) -> Iterator[Path]:
+def whole_directory(output: Path) -> Iterator[Path]:
     """A scratch directory beside ``output`` that takes its name when the block succeeds, and is removed when it fails."""
     output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,26 +25,27 @@ from miles_sc.trainer.prompts import PromptCodec
 class TrainActor:
     """Runs as a Ray actor. Every method is called on all ranks at once, since all of them hold collectives."""
 
-    def __init__(self, args: argparse.Namespace, rank: int, world_size: int, threads: int) -> None:
+    def __init__(self, rank: int, world_size: int, threads: int) -> None:
         torch.set_num_threads(threads)
-        torch.manual_seed(args.rollout_seed)
-        self._args, self._rank, self._world_size = args, rank, world_size
+        self._rank, self._world_size = rank, world_size
 
     def rendezvous_address(self) -> str:
         """Where rank 0 will listen; a port that was free a moment ago."""
-        import socket
-
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
-    def build(self, address: str) -> int:
-        """Joins the process group and builds model and optimizer. Returns the vocabulary size."""
-        args = self._args
+    def join(self, address: str) -> None:
+        """Joins the process group, once; every run of a command uses it."""
         cuda = torch.cuda.is_available()
         if not cuda:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("nccl" if cuda else "gloo", init_method=address, rank=self._rank, world_size=self._world_size)
+
+    def prepare(self, args: argparse.Namespace) -> None:
+        """Builds model, optimizer and loss of a run."""
+        torch.manual_seed(args.rollout_seed)
+        self._args = args
         self._backend = FsdpBackend(
             args.hf_checkpoint,
             optimizer=optimizer_settings(args),
@@ -55,7 +57,6 @@ class TrainActor:
         self._settings = loss_settings(args, vocab_size=self._backend.vocab_size)
         self._loss_function = loss_function(args.loss_type)
         self._pad_token_id = PromptCodec(args.hf_checkpoint, apply_chat_template=False).pad_token_id
-        return self._backend.vocab_size
 
     def _build_reference(self) -> FsdpBackend:
         # an SGD optimizer without momentum holds no state: the reference is never stepped
