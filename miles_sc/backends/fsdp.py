@@ -10,8 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -122,15 +126,13 @@ class FsdpBackend:
                 exported[name] = value.detach().to("cpu", copy=True)
         return exported
 
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Replaces the parameters by whole tensors under Hugging Face names."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-        set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True))
-
     def save(self, directory: Path) -> None:
-        """Writes parameters and optimizer state, sharded. Every rank must call."""
-        dcp.save(self._state(), checkpoint_id=str(directory))
+        """Writes parameters and optimizer state, sharded. Every rank must call; OSError if it cannot be written."""
+        try:
+            dcp.save(self._state(), checkpoint_id=str(directory))
+        except dcp.api.CheckpointException as error:
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise OSError(f"checkpoint {directory}: rank {rank} cannot write it ({cause}); is the disk full? choose another --save") from error
 
     def load(self, directory: Path) -> None:
         """Restores what :meth:`save` wrote, to the bit on the same number of ranks."""
@@ -178,12 +180,7 @@ class _ResponseRows:
 
 
 def load_causal_lm(path: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A Hugging Face directory's causal LM on the CPU; ValueError if there is none."""
-    if not (Path(path) / "config.json").is_file():
-        raise ValueError(
-            f"--hf-checkpoint {path}: no Hugging Face model there (config.json is missing); give a model directory, or make one "
-            "with `miles-sc make-model`"
-        )
+    """A Hugging Face directory's causal LM on the CPU; nothing is fetched."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,26 @@ def _validate_losses(args: argparse.Namespace) -> None:
         raise ValueError(f"--kl-loss-coef {args.kl_loss_coef} without --use-kl-loss: add --use-kl-loss or leave the coefficient out")
     if not 0 <= args.lr < float("inf"):
         raise ValueError(f"--lr {args.lr}: set a number of at least 0")
+
+
+def check_model_directories(args: argparse.Namespace) -> None:
+    """Refuses what a look at the models' ``config.json`` shows, before any process starts.
+
+    Raises:
+        ValueError: no model there, or more candidates than its vocabulary has.
+    """
+    for flag, path in (("--hf-checkpoint", args.hf_checkpoint), ("--ref-load", args.ref_load)):
+        if path is None:
+            continue
+        config = Path(path) / "config.json"
+        if not config.is_file():
+            raise ValueError(
+                f"{flag} {path}: no Hugging Face model there (config.json is missing); give a model directory, or make one with "
+                "`miles-sc make-model`"
+            )
+        vocab_size = json.loads(config.read_text()).get("vocab_size")
+        if vocab_size is not None:
+            ScoreCenteringConfig.from_args(args).check_vocabulary(vocab_size)
 
 
 def _flag(name: str) -> str:

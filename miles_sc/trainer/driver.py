@@ -3,6 +3,7 @@
 import argparse
 import math
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -134,6 +135,7 @@ def _stop_requests() -> Iterator[StopRequests]:
         if stop.requested:
             raise KeyboardInterrupt
         stop.requested = True
+        print("miles-sc: stopping after this rollout with a checkpoint; once more stops at once", file=sys.stderr, flush=True)
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -156,8 +156,8 @@ def _reward_panel(ax: Axes, series: Sequence[Series], styles: dict[str, Look]) -
     drawn, held_out = [], []
     for each in series:
         look = styles[each.label]
-        drawn.append(_line(ax, each.band(TRAIN_REWARD), look, width=0.8, alpha=0.55, shaded=False))
-        held_out.append(_line(ax, each.band(EVAL_REWARD), look, width=2.4, marked=True))
+        drawn.append(_line(ax, each.band(TRAIN_REWARD), look, width=0.8, alpha=0.55, secondary=True))
+        held_out.append(_line(ax, each.band(EVAL_REWARD), look, width=2.4))
     _absent_unless(ax, drawn + held_out)
     if any(held_out):
         _line_legend(ax, {"held-out, clean policy, greedy": ("-", 2.4), "training, sampler": ("-", 0.8)})
@@ -168,7 +168,7 @@ def _reward_panel(ax: Axes, series: Sequence[Series], styles: dict[str, Look]) -
 def _kl_panel(ax: Axes, series: Sequence[Series], styles: dict[str, Look]) -> None:
     ax.set_title("KL of the clean policy from its start")
     ax.set_ylabel("nats per token")
-    drawn = [_line(ax, each.band(EVAL_KL), styles[each.label], width=2, marked=True) for each in series]
+    drawn = [_line(ax, each.band(EVAL_KL), styles[each.label], width=2) for each in series]
     _absent_unless(ax, drawn, hint="(--eval-interval above 0 records it)")
     _from_zero(ax)
 
@@ -252,8 +252,8 @@ def _drift_panel(
 ) -> None:
     ax.set_title(_short(f"reward {condition.reward:+g}, sampler: {condition.sampler}", 44).replace("-", "−"))
     for floor in floors:
-        _line(ax, _positive(floor.band(EVAL_KL)), styles[floor.label], dashes=":", width=1.4, shaded=False)
-    drawn = [_line(ax, _positive(each.band(EVAL_KL)), styles[each.label], width=2, marked=True) for each in series]
+        _line(ax, _positive(floor.band(EVAL_KL)), styles[floor.label], dashes=":", width=1.4, secondary=True)
+    drawn = [_line(ax, _positive(each.band(EVAL_KL)), styles[each.label], width=2) for each in series]
     if _absent_unless(ax, drawn):
         ax.set_yscale("log")
 
@@ -288,18 +288,22 @@ def _positive(band: Band | None) -> Band | None:
 
 def _line(
     ax: Axes, band: Band | None, look: Look, *, width: float, dashes: str = "-", alpha: float = 1.0,
-    marked: bool = False, shaded: bool = True,
+    secondary: bool = False,
 ) -> bool:  # fmt: skip
-    """Mean and least-to-greatest band over seeds. Returns whether there was anything to draw."""
+    """Mean and least-to-greatest band over seeds; a secondary line has no band and no markers.
+
+    Returns:
+        Whether there was anything to draw.
+    """
     if band is None:
         return False
-    points = {"marker": look.marker, "markersize": 5, "markeredgecolor": "white", "markeredgewidth": 0.6}
-    points["markevery"] = max(len(band.rollouts) // 15, 1)
+    points = {"marker": look.marker, "markersize": 3.5 + 0.6 * width, "markevery": max(len(band.rollouts) // 12, 1)}
+    points |= {"markeredgecolor": "white", "markeredgewidth": 0.5}
     ax.plot(
         band.rollouts, band.mean, color=look.colour, linestyle=dashes, linewidth=width, alpha=alpha,
-        **(points if marked or len(band.rollouts) == 1 else {}),
+        **({} if secondary and len(band.rollouts) > 1 else points),
     )  # fmt: skip
-    if shaded and (band.high > band.low).any():
+    if not secondary and (band.high > band.low).any():
         ax.fill_between(band.rollouts, band.low, band.high, color=look.colour, alpha=0.15, linewidth=0)
     return True
 

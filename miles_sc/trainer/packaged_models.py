@@ -58,8 +58,10 @@ def _packaged_gguf() -> Path:
     try:
         files = importlib.metadata.files(SMOLLM2_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError(f"SmolLM2 comes in the package {SMOLLM2_PACKAGE}, which is not installed: {SMOLLM2_INSTALL}") from error
+        raise ValueError(f"the package {SMOLLM2_PACKAGE} is not installed: {SMOLLM2_INSTALL}") from error
     found = [Path(file.locate()) for file in files if file.suffix == ".gguf"]
     if len(found) != 1 or not found[0].exists():
-        raise ValueError(f"{SMOLLM2_PACKAGE} should hold one .gguf file, it has {[str(path) for path in found]}: {SMOLLM2_INSTALL}")
+        raise ValueError(
+            f"{SMOLLM2_PACKAGE} should hold one .gguf file, it has {len(found)}; install it again: {SMOLLM2_INSTALL}"
+        )
     return found[0]

@@ -1,7 +1,6 @@
 """The report of a run or a comparison: one page that stands alone, and its main figure as a picture."""
 
 import base64
-import math
 import os
 from collections.abc import Callable, Sequence
 from html import escape
@@ -176,7 +175,8 @@ def _settings(series: Sequence[Series]) -> str:
         for each in series:
             owners.setdefault(_of_runs(each, name), []).append(_title(each, series))
         differ = len(owners) > 1
-        cell = "".join(_owned(value, labels) for value, labels in owners.items()) if differ else escape(next(iter(owners)))
+        cells = [_owned(*each) for each in owners.items()] if differ else [escape(value) for value in owners]
+        cell = "".join(cells)
         rows[differ].append(f"<tr><th scope='row'><code>{escape(flag(name))}</code></th><td>{cell}</td></tr>")
     headings = {True: "Settings that differ between arms", False: "Settings that all arms share"}
     return "\n".join(
@@ -204,8 +204,6 @@ def _of_runs(series: Series, name: str) -> str:
 
 
 def _setting(value: Any) -> str:
-    if isinstance(value, float) and math.isfinite(value):
-        return f"{value:g}"
     if isinstance(value, bool):
         return "on" if value else "off"
     if value is None or value == []:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -14,24 +15,27 @@ class RunDirectory:
         self.path, self._args, self._arm = path, args, arm
         self._writer = None
 
-    def start(self, first_rollout: int) -> None:
-        """Creates the directory; a continued run drops the records of rollouts that it will repeat.
+    def check_writable(self) -> None:
+        """Creates the directory and tries to write there.
 
         Raises:
-            ValueError: the directory cannot be written, or holds another run that would be overwritten.
+            ValueError: it cannot be written.
         """
-        metrics = self.path / "metrics.jsonl"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            kept = []
-            if first_rollout and metrics.exists():
-                # a killed run may have left half a line; it never belongs to what a checkpoint holds
-                lines = [line for line in metrics.read_text().splitlines() if line.endswith("}")]
-                kept = [line for line in lines if json.loads(line)["step"] < first_rollout]
-            _write_whole(metrics, "".join(f"{line}\n" for line in kept))
-            _write_whole(self.path / "run.json", json.dumps(self._description(), indent=2))
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
         except OSError as error:
             raise ValueError(f"--output-dir {self.path}: cannot be written ({error.strerror}); give a folder that can") from error
+
+    def start(self, first_rollout: int) -> None:
+        """Begins the records; a continued run drops those of rollouts that it will repeat."""
+        metrics = self.path / "metrics.jsonl"
+        kept = []
+        if first_rollout and metrics.exists():
+            kept = [line for line in metrics.read_text().splitlines() if json.loads(line)["step"] < first_rollout]
+        _write_whole(metrics, "".join(f"{line}\n" for line in kept))
+        _write_whole(self.path / "run.json", json.dumps(self._description(), indent=2))
         if self._args.use_tensorboard:
             self._writer = _tensorboard_writer(self.path)
 

@@ -28,7 +28,7 @@ _NO_SETTINGS = {
     "rollout_seed", "num_rollout", "output_dir", "save", "save_interval", "load", "eval_interval", "compare",
     "compare_seeds", "custom_config_path", "use_tensorboard", "command",
 }  # fmt: skip
-# the order in which people compare; others follow
+# the orders in which people compare; others follow
 _ARMS = ("policy_loss", "tis", "mis", "score_centering", "score_centering+tis", "score_centering+mis")
 _MISMATCHES = ("none", "int8", "int4")
 # what a drift panel holds fixed
@@ -64,7 +64,7 @@ class Condition:
     @property
     def order(self) -> tuple:
         """Sorts positive rewards first, and samplers from the trainer's own policy away."""
-        return (-(self.reward or 0), self.lag, _rank(self.mismatch, _MISMATCHES))
+        return (-(self.reward or 0), self.lag, _place(self.mismatch, _MISMATCHES), self.mismatch)
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,12 @@ class Run:
         reward = _constant_reward(args.get("rm_type")) if self.kind == "drift" else None
         lag = int(args.get("rollout_staleness") or 0) + int(bool(args.get("train_async")))
         return Condition(reward, str(args.get("rollout_mismatch") or "none"), lag)
+
+    @property
+    def broken(self) -> list[str]:
+        """Metrics that are NaN or infinite in some record; they have a gap there."""
+        names = (name for record in self.records for name, value in record.items() if not math.isfinite(value))
+        return sorted(set(names))
 
     def curve(self, name: str) -> dict[int, float]:
         """A metric over the number of rollouts done, 0 being before any training. What is absent or NaN is left out."""
@@ -225,11 +231,13 @@ def flag(name: str) -> str:
 
 def _order(series: Series) -> tuple:
     drift = series.kind == "drift"
-    return (drift, series.condition.order if drift else (), _rank(series.runs[0].arm, _ARMS))
+    loss, _, candidates = series.runs[0].arm.partition("@")
+    count = int(candidates) if candidates.isdecimal() else 0
+    return (drift, series.condition.order if drift else (), _place(loss, _ARMS), loss, count, series.label)
 
 
-def _rank(name: str, usual: Sequence[str]) -> tuple[int, str]:
-    return (usual.index(name) if name in usual else len(usual), name)
+def _place(name: str, usual: Sequence[str]) -> int:
+    return usual.index(name) if name in usual else len(usual)
 
 
 def _label(run: Run, differing: Sequence[str]) -> str:
@@ -255,7 +263,7 @@ def _read_run(directory: Path) -> Run:
     path = directory / "run.json"
     remedy = f"run it again, or move {directory} away"
     try:
-        described = json.loads(path.read_text())
+        described = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path}{_line_of(error)}: cannot be read ({_reason(error)}); {remedy}") from error
     kinds = {"arm": str, "seed": int, "kind": str, "rollouts": int, "args": dict}
@@ -276,7 +284,7 @@ def _read_run(directory: Path) -> Run:
 
 def _read_records(path: Path) -> list[dict[str, float]]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (UnicodeDecodeError, OSError) as error:
         remedy = f"run it again, or move {path.parent} away"
         raise ValueError(f"{path}: cannot be read ({_reason(error)}); {remedy}") from error

@@ -23,6 +23,9 @@ def notes(runs: Sequence[Run], series: Sequence[Series]) -> list[str]:
         if run.recorded < run.rollouts:
             recorded = f"{run.recorded} of {run.rollouts} rollouts"
             found.append(f"{run.arm}, seed {run.seed} recorded {recorded}; its last values are earlier ones.")
+        if run.broken:
+            broken = ", ".join(run.broken)
+            found.append(f"{run.arm}, seed {run.seed} recorded NaN or infinity, left out here: {broken}.")
     for each in series:
         counts = Counter(run.seed for run in each.runs)
         twice = [str(seed) for seed, count in counts.items() if count > 1]
@@ -40,7 +43,7 @@ def _reward_sentences(series: Sequence[Series]) -> list[str]:
     if not evaluated:
         return ["No held-out reward was recorded: these runs do not say whether the policy became better."]
     ends = [(each.label, each.first(EVAL_REWARD).text(".3f"), each.last(EVAL_REWARD).text(".3f")) for each in evaluated]
-    changes = "; ".join(f"{label} {first} to {last}" for label, first, last in ends) + _seeds(evaluated)
+    changes = "; ".join(f"{label} {first} to {last}" for label, first, last in ends) + _seeds(evaluated, EVAL_REWARD)
     spread = ", ± standard deviation over seeds" if "±" in changes else ""
     return [
         f"Held-out reward of the clean policy (greedy), first to last evaluation{spread}: {changes}.",
@@ -89,7 +92,7 @@ def _drift_sentences(series: Sequence[Series]) -> list[str]:
     ends += [f"with the unbiased sampler, the noise floor, at {_ends(unbiased)}"] if unbiased else []
     return [
         "Under a constant reward the true gradient is zero: the clean policy's KL from its start is drift and noise. "
-        f"In nats per token it ended, {'; '.join(ends)}{_seeds(measured)}."
+        f"In nats per token it ended, {'; '.join(ends)}{_seeds(measured, EVAL_KL)}."
     ]
 
 
@@ -106,9 +109,9 @@ def _range(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _seeds(series: Sequence[Series]) -> str:
-    """How many there are, for the end of a sentence that reports their mean."""
-    counts = sorted({len(each.runs) for each in series})
+def _seeds(series: Sequence[Series], name: str) -> str:
+    """How many recorded the metric, for the end of a sentence that reports their mean."""
+    counts = sorted({each.last(name).seeds for each in series})
     if counts == [1]:
         return " (one seed each)" if len(series) > 1 else " (one seed)"
     number = " to ".join(map(str, sorted({counts[0], counts[-1]})))

@@ -14,9 +14,12 @@ from typing import Any, Protocol
 
 from miles_sc.trainer.rewards import RULES, answer_rule
 
+# A data set is made anew, under another seed, every so many problems: some generate all of theirs at once.
 CHUNK = 500
+# Draws at one training index until one is not held out.
+ATTEMPTS = 16
 HELD_OUT_ONE_IN = 10
-LIST_TASKS = "python -c \"from miles_sc.trainer.tasks import task_names; print(*task_names())\""
+LIST_TASKS = 'python -c "from miles_sc.trainer.tasks import task_names; print(*task_names())"'
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def task_names() -> list[str]:
 
 
 def parse_task_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """``["max_terms=3", "allow_negation=true"]`` as a dict; values become int, float, bool or list where they read so."""
+    """``["max_terms=3", "allow_negation=true"]`` as a dict; values that read as int, float, bool or list become it."""
     options = {}
     for pair in pairs:
         key, separator, raw = pair.partition("=")
@@ -136,8 +139,8 @@ class ProceduralProblems:
         self._check_verifier()
 
     def train(self, index: int) -> Problem:
-        for attempt in range(64):
-            entry = self._entry(f"train {self._seed} {attempt}", index)
+        for attempt in range(ATTEMPTS):
+            entry = self._entry(f"train {self._seed}", index, attempt)
             if not _is_held_out(entry["question"]):
                 return _problem(index, entry)
         raise ValueError(f"--task {self._name}: no problem to train on at index {index}; widen it with --task-option")
@@ -157,7 +160,7 @@ class ProceduralProblems:
         )
 
     def verify(self, problem: Problem, text: str) -> float:
-        """The data set's own score. Verifiers differ in what they raise on text they cannot parse; such text earns 0."""
+        """The data set's own score; text that its verifier cannot parse, whatever it raises then, earns 0."""
         try:
             return self._score(problem.entry, text.strip())
         except Exception:
@@ -165,18 +168,19 @@ class ProceduralProblems:
 
     def _check_verifier(self) -> None:
         # verify() takes any exception for bad text, so a verifier that is broken itself has to show here.
-        entry = self._entry("train 0 0", 0)
+        entry = self._entry("train 0", 0)
         if isinstance(entry.get("answer"), str):
             self._score(entry, entry["answer"])
 
     def _score(self, entry: Mapping[str, Any], text: str) -> float:
         # Any instance of the data set scores: it reads only the entry and the options.
-        return float(self._data_set("train 0 0", 0).score_answer(answer=text, entry=entry))
+        return float(self._data_set("train 0", 0).score_answer(answer=text, entry=entry))
 
-    def _entry(self, stream: str, position: int) -> Mapping[str, Any]:
-        data_set = self._data_set(stream, position // CHUNK)
-        with _global_random(f"{stream} {position}"):
-            return data_set[position % CHUNK]
+    def _entry(self, stream: str, position: int, attempt: int = 0) -> Mapping[str, Any]:
+        chunk, row = divmod(position, CHUNK)
+        data_set = self._data_set(stream, chunk)
+        with _global_random(f"{stream} {position} {attempt}"):
+            return data_set[row + attempt * CHUNK]
 
     def _data_set(self, stream: str, chunk: int) -> Any:
         key = (stream, chunk)
@@ -210,16 +214,19 @@ class JsonlProblems:
         if not self._train:
             distinct = len({problem.prompt for problem in problems})
             raise ValueError(
-                f"--prompt-data {path}: {len(problems)} lines with {distinct} distinct prompts leave none to train on beside "
-                f"{held_out} held out; add lines or hold out fewer"
+                f"--prompt-data {path}: {len(problems)} lines with {distinct} distinct prompts leave none to train on "
+                f"beside {held_out} held out; add lines or hold out fewer"
             )
         self._seed = seed
+        self._shuffled: tuple[int, list[Problem]] = (-1, [])
 
     def train(self, index: int) -> Problem:
         epoch, position = divmod(index, len(self._train))
-        order = list(range(len(self._train)))
-        random.Random(f"{self._seed} {epoch}").shuffle(order)
-        return dataclasses.replace(self._train[order[position]], index=index)
+        if self._shuffled[0] != epoch:
+            order = list(self._train)
+            random.Random(f"{self._seed} {epoch}").shuffle(order)
+            self._shuffled = (epoch, order)
+        return dataclasses.replace(self._shuffled[1][position], index=index)
 
     def held_out(self, count: int) -> list[Problem]:
         return self._held_out[-count:]
@@ -236,7 +243,8 @@ def _read_jsonl(path: Path, input_key: str, label_key: str, rm_type: str) -> Ite
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompt-data {path} cannot be read: {error}; give a UTF-8 JSONL file") from error
     if not any(line.strip() for line in lines):
-        raise ValueError(f"--prompt-data {path} is empty; write one object with {input_key!r} and {label_key!r} per line")
+        keys = f"{input_key!r} and {label_key!r}"
+        raise ValueError(f"--prompt-data {path} is empty; write one JSON object with {keys} per line")
     rule = answer_rule(rm_type)
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"
@@ -298,7 +306,7 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
 
 def _create_data_set(name: str, options: Mapping[str, Any], *, seed: int) -> Any:
     data_set_class, config_class = _data_sets()[name]
-    config = config_class(**options, seed=seed, size=CHUNK)
+    config = config_class(**options, seed=seed, size=CHUNK * ATTEMPTS)
     if hasattr(config, "validate"):
         config.validate()
     return data_set_class(config=config)

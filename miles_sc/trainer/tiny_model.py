@@ -53,17 +53,17 @@ def make_tiny_model(
     max_new_tokens: int = 16,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Build, warm up and save a model as a plain Hugging Face directory at ``output``; returns what ``miles_sc.json`` says.
+    """Build, warm up and save a model as a plain Hugging Face directory; returns what its ``miles_sc.json`` says.
 
     The tokenizer (byte-level BPE, digits single, at most ``vocabulary`` entries) is trained on the task's texts, the
     model on prompt -> answer, the loss on answer tokens only; held-out problems are touched only to be measured.
-    ``progress(step, steps, loss)`` is called after every step. The directory appears whole or not at all. The same seed
-    and thread count give the same weights. An ``output`` that exists, a task without reference answers, or sizes that do
-    not fit are ValueErrors.
+    ``progress(step, steps, loss)`` is called after every step, the loss in nats per answer token. The directory appears
+    whole or not at all. The same seed and thread count give the same weights. An ``output`` that exists, a task without
+    reference answers, or sizes that do not fit are ValueErrors.
     """
     import torch
 
-    _check_sizes(output, hidden_size=hidden_size, heads=heads, vocabulary=vocabulary, steps=steps, batch_size=batch_size)
+    _check_request(output, hidden_size=hidden_size, heads=heads, steps=steps, batch_size=batch_size)
     started = time.monotonic()
     tokenizer = build_tokenizer([_text(task.train(index)) for index in range(2000)], vocabulary=vocabulary)
     with torch.random.fork_rng(devices=[]):
@@ -97,7 +97,7 @@ def build_tokenizer(texts: Sequence[str], *, vocabulary: int) -> "PreTrainedToke
     from transformers import PreTrainedTokenizerFast
 
     if vocabulary < MIN_VOCABULARY:
-        raise ValueError(f"a vocabulary of {vocabulary} cannot hold 256 bytes, end and pad; use at least {MIN_VOCABULARY}")
+        raise ValueError(f"vocabulary {vocabulary} cannot hold 256 bytes, end and pad; use at least {MIN_VOCABULARY}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -121,7 +121,7 @@ def build_tokenizer(texts: Sequence[str], *, vocabulary: int) -> "PreTrainedToke
 
 
 def build_model(vocabulary: int, *, hidden_size: int, layers: int, heads: int) -> "Qwen3ForCausalLM":
-    """A randomly initialised float32 Qwen3; token 0 ends a text and token 1 pads, as ``build_tokenizer`` numbers them."""
+    """A randomly initialised float32 Qwen3; token 0 ends a text and 1 pads, as ``build_tokenizer`` numbers them."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     return Qwen3ForCausalLM(
@@ -152,7 +152,7 @@ def warm_up(
     learning_rate: float,
     progress: Progress | None = None,
 ) -> float:
-    """Teacher forcing on ``steps`` fresh batches of training problems, AdamW and a cosine; returns the last loss (nats)."""
+    """Teacher forcing on ``steps`` fresh batches of training problems, AdamW and a cosine; returns the last loss."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -181,8 +181,9 @@ def answer_batch(tokenizer: "PreTrainedTokenizerFast", problems: Sequence[Proble
     rows = []
     for problem in problems:
         if not problem.answer:
-            raise ValueError(f"the problem {problem.prompt[:80]!r} has no reference answer; warm up on a task that has them")
-        prompt, answer = tokenizer.encode(problem.prompt), [*tokenizer.encode(_completion(problem)), tokenizer.eos_token_id]
+            raise ValueError(f"no reference answer to {problem.prompt[:80]!r}; warm up on a task that has them")
+        prompt = tokenizer.encode(problem.prompt)
+        answer = [*tokenizer.encode(_completion(problem)), tokenizer.eos_token_id]
         rows.append((prompt + answer, [IGNORE] * len(prompt) + answer))
     width = max(len(ids) for ids, _ in rows)
     return {
@@ -220,14 +221,16 @@ def measure_greedy(
     }
 
 
-def _check_sizes(output: Path, *, hidden_size: int, heads: int, vocabulary: int, steps: int, batch_size: int) -> None:
+def _check_request(output: Path, *, hidden_size: int, heads: int, steps: int, batch_size: int) -> None:
     if output.exists():
         raise ValueError(f"--output {output} exists; remove it or name a new directory")
-    if hidden_size % heads or (hidden_size // heads) % 2:
-        raise ValueError(f"hidden size {hidden_size} over {heads} heads gives no even head size; use a multiple of {2 * heads}")
-    for name, value in (("steps", steps), ("batch size", batch_size), ("heads", heads)):
+    for name, value in (("warm-up steps", steps), ("batch size", batch_size), ("heads", heads)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if hidden_size % (2 * heads):
+        raise ValueError(
+            f"hidden size {hidden_size} is no multiple of {2 * heads}, twice the number of heads; make it one"
+        )
 
 
 def _completion(problem: Problem) -> str:
@@ -247,7 +250,7 @@ def _cosine(step: int, steps: int) -> float:
 
 @contextlib.contextmanager
 def whole_directory(output: Path) -> Iterator[Path]:
-    """A scratch directory beside ``output`` that takes its name when the block succeeds, and is removed when it fails."""
+    """A scratch directory that takes the name ``output`` when the block succeeds, and is removed when it fails."""
     output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:

@@ -1,0 +1,612 @@
+"""The losses as the hub gives them out: values and gradients against written-out formulas, alone and in a pipeline."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from miles_sc import ScoreCenteringConfig
+from miles_sc.data.conversion import samples_to_train_data
+from miles_sc.data.micro_batch import build_micro_batch
+from miles_sc.data.sharding import shard
+from miles_sc.loss.finite_guard import FiniteGuard
+from miles_sc.loss.hub import LossBatch, LossSettings, loss_function, register_loss
+from miles_sc.loss.regularizers import KL_TYPES, reference_kl
+from miles_sc.loss.scoring import full_vocabulary_log_probs, score
+from tests.loss.oracle import (
+    DenseBatch,
+    dense_entropy,
+    dense_log_softmax,
+    dense_support_entropy,
+    dense_support_log_probs,
+    reference,
+    weight_function,
+)
+from tests.samples import VOCAB, K, answer, sample_with, support_answer
+
+MODES = ["none", "tis", "mis"]
+BOUNDS = {"tis_clip": 1.2, "mis_low": 0.8, "mis_high": 1.3}
+NAN, INF = math.nan, math.inf
+ROWS = 8
+
+
+def close(actual, expected, tolerance=1e-10):
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance, check_dtype=False)
+
+
+def randn(*shape, seed):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def problem(*, complete=False, seed=0, temperature=1.0):
+    """Logits [T, V], a batch whose rows differ in sign, head, activity and place of the token, the sampler [T, V]."""
+    logits = 1.5 * randn(ROWS, VOCAB, seed=seed)
+    tempered = logits / temperature
+    order = (tempered + 0.8 * randn(ROWS, VOCAB, seed=seed + 1)).argsort(dim=1, descending=True)
+    candidate_ids = order[:, :K].clone()
+    candidate_ids[3, 2:] = candidate_ids[5, 1:] = -1
+    head = candidate_ids >= 0
+    rollout = tempered + 0.5 * randn(ROWS, VOCAB, seed=seed + 2)
+    if complete:
+        kept = torch.stack([torch.isin(torch.arange(VOCAB), ids) for ids in candidate_ids])
+        rollout = rollout.where(kept, -INF)
+        token_ids = torch.tensor([row[row >= 0][i % (row >= 0).sum()] for i, row in enumerate(candidate_ids)])
+    else:
+        token_ids = order[torch.arange(ROWS), torch.arange(ROWS) % (K + 2)]
+    rollout = dense_log_softmax(rollout)
+    batch = LossBatch(
+        token_ids=token_ids,
+        weights=torch.linspace(0.05, 0.2, ROWS, dtype=torch.float64),
+        active=torch.tensor([1, 1, 1, 1, 0, 1, 1, 1]).bool(),
+        advantages=torch.tensor([1.5, -0.7, 0.4, 2.0, 1.0, -1.2, 0.0, 0.9], dtype=torch.float64),
+        rollout_log_probs=rollout.gather(1, token_ids[:, None])[:, 0],
+        candidate_ids=candidate_ids,
+        candidate_log_probs=torch.where(head, rollout.gather(1, candidate_ids.clamp(min=0)), -INF),
+        old_log_probs=log_probs_of(tempered, token_ids)
+        + torch.tensor([-0.3, -0.2, 0.2, 0.01, 0.1, 0.25, 0.3, -0.02], dtype=torch.float64),
+        ref_log_probs=log_probs_of(tempered + 0.4 * randn(ROWS, VOCAB, seed=seed + 4), token_ids),
+    )
+    return logits, batch, rollout
+
+
+def log_probs_of(logits, token_ids):
+    return dense_log_softmax(logits).gather(1, token_ids[:, None])[:, 0]
+
+
+def centering(**options):
+    return ScoreCenteringConfig(**{"top_logprobs_num": K, **BOUNDS, **options})
+
+
+REPLAY = {"top_k": K, "top_p": 0.9}
+
+
+def run(name, logits, batch, settings, guard=None):
+    """(loss, gradient [T, V], token metrics); raises what the guard has seen."""
+    logits, guard = logits.clone().requires_grad_(), guard or FiniteGuard()
+    output = loss_function(name)(batch, logits, settings, guard)
+    guard.raise_if_tripped()
+    (gradient,) = torch.autograd.grad(output.loss, logits)
+    assert not any(values.requires_grad for values in output.token_metrics.values())
+    assert {values.shape for values in output.token_metrics.values()} == {batch.active.shape}
+    return output.loss.detach(), gradient, output.token_metrics
+
+
+def share(batch):
+    """What a row's loss counts: its weight, 0 where it is masked."""
+    return torch.where(batch.active, batch.weights, 0.0)
+
+
+# --- the policy loss
+
+
+def written_out_policy_loss(logits, batch, settings, mean_weight=lambda ratio: 1.0):
+    """Loss and gradient of PPO, token by token, with the derivative by hand."""
+    loss, gradient = 0.0, torch.zeros_like(logits)
+    for t in range(ROWS):
+        token, advantage, share_t = batch.token_ids[t], batch.advantages[t].item(), share(batch)[t].item()
+        p = torch.softmax(logits[t], dim=0)
+        ratio = (p[token].log() - batch.old_log_probs[t]).exp().item()
+        low, high = 1 - settings.eps_clip, 1 + settings.eps_clip_high
+        clipped = min(max(ratio, low), high)
+        weight = mean_weight((batch.old_log_probs[t] - batch.rollout_log_probs[t]).exp().item())
+        loss -= share_t * weight * min(ratio * advantage, clipped * advantage)
+        if ratio * advantage <= clipped * advantage:
+            score_of_token = -p
+            score_of_token[token] += 1
+            gradient[t] = -share_t * weight * advantage * ratio * score_of_token
+    return loss, gradient
+
+
+PPO = [{}, {"eps_clip": 0.05, "eps_clip_high": 0.05}, {"eps_clip": 0.02, "eps_clip_high": 0.3}]
+WEIGHTS = [
+    ({"use_tis": False}, lambda ratio: 1.0),
+    ({"use_tis": True, "tis_clip": 1.1}, lambda ratio: min(ratio, 1.1)),
+    ({"use_tis": True, "tis_clip": 1.1, "tis_clip_low": 0.9}, lambda ratio: max(0.9, min(ratio, 1.1))),
+    (
+        {"use_tis": True, "tis_mode": "mask", "tis_clip": 1.2, "tis_clip_low": 0.8},
+        lambda ratio: ratio if 0.8 <= ratio <= 1.2 else 0.0,
+    ),
+]
+
+
+@pytest.mark.parametrize("clip", PPO)
+@pytest.mark.parametrize(("options", "weight"), WEIGHTS)
+def test_policy_loss_is_what_it_says(clip, options, weight):
+    logits, batch, _ = problem()
+    settings = LossSettings(**clip, **options)
+    loss, gradient, metrics = run("policy_loss", logits, batch, settings)
+    expected_loss, expected_gradient = written_out_policy_loss(logits, batch, settings, weight)
+    assert loss.item() == pytest.approx(expected_loss, abs=1e-12)
+    close(gradient, expected_gradient)
+    ratio = (log_probs_of(logits, batch.token_ids) - batch.old_log_probs).exp()
+    trained = batch.active & (batch.advantages != 0)
+    clipped = torch.where(batch.advantages > 0, ratio > 1 + settings.eps_clip_high, ratio < 1 - settings.eps_clip)
+    assert metrics["pg_clipfrac"].bool().tolist() == (clipped & trained).tolist()
+    close(metrics["ppo_kl"][trained], -ratio.log()[trained])
+    close((metrics["loss"] * share(batch)).sum(), loss)
+
+
+def test_the_cases_clip_both_ways_and_truncate_both_ways():
+    """Guards the problem: every branch of the formulas above is taken."""
+    logits, batch, _ = problem()
+    ratio = (log_probs_of(logits, batch.token_ids) - batch.old_log_probs).exp()[batch.active]
+    sign = batch.advantages[batch.active]
+    assert (
+        ((ratio > 1.05) & (sign > 0)).any() and ((ratio < 0.95) & (sign < 0)).any() and ((ratio - 1).abs() < 0.05).any()
+    )
+    mismatch = (batch.old_log_probs - batch.rollout_log_probs).exp()[batch.active]
+    assert (mismatch > 1.2).any() and (mismatch < 0.8).any() and ((mismatch > 0.9) & (mismatch < 1.1)).any()
+
+
+def test_truncation_metrics():
+    logits, batch, _ = problem()
+    _, _, metrics = run("policy_loss", logits, batch, LossSettings(use_tis=True, tis_clip=1.1))
+    mismatch = (batch.old_log_probs - batch.rollout_log_probs).exp()
+    close(metrics["tis"][batch.active], mismatch[batch.active])
+    assert metrics["tis_clipfrac"][batch.active].bool().tolist() == (mismatch > 1.1)[batch.active].tolist()
+
+
+def test_drift_metrics():
+    logits, batch, _ = problem()
+    _, _, metrics = run("policy_loss", logits, batch, LossSettings())
+    difference = log_probs_of(logits, batch.token_ids) - batch.rollout_log_probs
+    close(metrics["train_rollout_logprob_abs_diff"][batch.active], difference.abs()[batch.active])
+    close(metrics["train_rollout_kl"][batch.active], (difference.exp() - 1 - difference)[batch.active])
+
+
+def test_on_policy_the_gradient_is_reinforce():
+    logits, batch, _ = problem()
+    batch = dataclasses.replace(batch, old_log_probs=log_probs_of(logits, batch.token_ids))
+    _, gradient, _ = run("policy_loss", logits, batch, LossSettings())
+    one_hot = torch.nn.functional.one_hot(batch.token_ids, VOCAB)
+    close(gradient, -(share(batch) * batch.advantages)[:, None] * (one_hot - torch.softmax(logits, dim=1)))
+
+
+@pytest.mark.parametrize("row", [4, 6])
+@pytest.mark.parametrize("field", ["old_log_probs", "rollout_log_probs", "ref_log_probs"])
+@pytest.mark.parametrize("value", [NAN, -INF, INF])
+def test_a_masked_token_or_one_without_advantage_may_hold_anything(row, field, value):
+    logits, batch, _ = problem()
+    settings = LossSettings(use_tis=True)
+    clean = run("policy_loss", logits, batch, settings)
+    broken = getattr(batch, field).clone()
+    broken[row] = value
+    spoiled = run("policy_loss", logits, dataclasses.replace(batch, **{field: broken}), settings)
+    assert torch.equal(clean[0], spoiled[0]) and torch.equal(clean[1], spoiled[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("policy_loss", "advantages"),
+        ("policy_loss", "old_log_probs"),
+        ("policy_loss", "rollout_log_probs"),
+        ("score_centering", "advantages"),
+        ("score_centering", "rollout_log_probs"),
+    ],
+)
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_trained_token_may_not(name, field, value):
+    logits, batch, _ = problem()
+    broken = getattr(batch, field).clone()
+    broken[3] = value
+    with pytest.raises(ValueError, match=f"NaN or infinity in {field} at row 3 of micro-batch 0"):
+        run(
+            name,
+            logits,
+            dataclasses.replace(batch, **{field: broken}),
+            LossSettings(score_centering=centering(), use_tis=True),
+        )
+
+
+@pytest.mark.parametrize("name", ["policy_loss", "score_centering"])
+def test_a_model_that_broke_is_named(name):
+    logits, batch, _ = problem()
+    logits[1] = NAN
+    with pytest.raises(ValueError, match="in train_log_probs at row 1 of micro-batch 0"):
+        run(name, logits, batch, LossSettings(score_centering=centering()))
+
+
+# --- score centering
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("complete", [False, True])
+def test_score_centering_equals_the_dense_oracle(mode, temperature, complete):
+    logits, batch, rollout = problem(complete=complete, temperature=temperature)
+    config = centering(importance_sampling=mode, temperature=temperature, **(REPLAY if complete else {}))
+    loss, gradient, metrics = run("score_centering", logits, batch, LossSettings(score_centering=config))
+    ids = torch.cat([batch.token_ids[:, None], batch.candidate_ids], dim=1)
+    dense = DenseBatch(logits / temperature, rollout, ids, batch.advantages, batch.active, complete)
+    expected = reference(dense, weight_function(mode, **BOUNDS))
+    close(loss, (expected.loss * batch.weights).sum())
+    close(gradient, expected.gradient * batch.weights[:, None] / temperature)
+    close(metrics["pg_loss"], expected.loss)
+    close(metrics["sc_correction"][batch.active], expected.correction[batch.active])
+    close(metrics["sc_train_head_mass"], expected.train_head_mass)
+    in_head = (batch.candidate_ids == batch.token_ids[:, None]).any(dim=1)
+    assert metrics["sc_sampled_in_head"].tolist() == in_head.double().tolist()
+    assert complete or 0 < in_head.sum() < ROWS
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_off_the_support_the_gradient_is_exactly_zero(mode):
+    logits, batch, _ = problem(complete=True)
+    _, gradient, _ = run(
+        "score_centering", logits, batch, LossSettings(score_centering=centering(importance_sampling=mode, **REPLAY))
+    )
+    off = torch.stack([~torch.isin(torch.arange(VOCAB), ids) for ids in batch.candidate_ids])
+    assert gradient[off].abs().max() == 0 and gradient[~off].abs().max() > 0
+
+
+def test_shifted_rows_show_in_the_alignment_alarm():
+    logits, batch, _ = problem(complete=True)
+    shifted = dataclasses.replace(batch, token_ids=batch.token_ids.roll(1))
+    settings = LossSettings(score_centering=centering())
+    in_head = [run("score_centering", logits, b, settings)[2]["sc_sampled_in_head"].mean() for b in (batch, shifted)]
+    assert in_head[0] == 1 and in_head[1] < 0.7
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("complete", [False, True])
+def test_identical_weights_have_no_drift_at_the_samplers_temperature(temperature, complete):
+    logits, batch, _ = problem(complete=complete)
+    ids = torch.cat([batch.token_ids[:, None], batch.candidate_ids], dim=1)
+    whole = dense_log_softmax(logits, temperature=temperature).gather(1, ids.clamp(min=0))
+    same = dense_support_log_probs(logits, ids, temperature=temperature) if complete else whole
+    head = torch.where(batch.candidate_ids >= 0, same[:, 1:], -INF)
+    batch = dataclasses.replace(batch, rollout_log_probs=same[:, 0], candidate_log_probs=head)
+    config = centering(importance_sampling="tis", temperature=temperature, **(REPLAY if complete else {}))
+    for name in ("score_centering", "policy_loss"):
+        _, _, metrics = run(name, logits, batch, LossSettings(score_centering=config))
+        assert metrics["train_rollout_logprob_abs_diff"].max() < 1e-12
+    _, _, metrics = run("score_centering", logits, batch, LossSettings(score_centering=config))
+    close(metrics["sc_importance_weight"], torch.ones(ROWS))
+    close(metrics["sc_correction"], torch.zeros(ROWS))
+
+
+# --- observing beside another loss
+
+BESIDE = [
+    {},
+    {"use_tis": True},
+    {"entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "use_unbiased_kl": True},
+    {"observe_entropy": True, "log_probs_chunk_size": 2},
+]
+
+
+def in_float32(batch):
+    """As batches come from the pipeline."""
+    return LossBatch(**{name: x.float() if x.is_floating_point() else x for name, x in vars(batch).items()})
+
+
+@pytest.mark.parametrize("options", BESIDE)
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_observing_changes_neither_value_nor_gradient_to_the_bit(options, complete, dtype):
+    logits, batch, _ = problem(complete=complete)
+    settings = LossSettings(score_centering=centering(**(REPLAY if complete else {})), **options)
+    batch = in_float32(batch)
+    plain = run("policy_loss", logits.to(dtype), batch, settings)
+    observed = run("policy_loss", logits.to(dtype), batch, dataclasses.replace(settings, observe=True))
+    assert torch.equal(plain[0], observed[0]) and torch.equal(plain[1], observed[1])
+    for name, values in plain[2].items():
+        assert torch.equal(values, observed[2][name]), name
+    centered = run("score_centering", logits.to(dtype), batch, settings)[2]
+    added = observed[2].keys() - plain[2].keys()
+    assert added == {name for name in centered if name.startswith("sc_")}
+    assert all(torch.equal(observed[2][name], centered[name]) for name in added)
+
+
+def test_observing_never_trips_the_guard():
+    logits, batch, _ = problem()
+    broken = batch.candidate_log_probs.clone()
+    broken[0, 0] = NAN
+    run(
+        "policy_loss",
+        logits,
+        dataclasses.replace(batch, candidate_log_probs=broken),
+        LossSettings(score_centering=centering(), observe=True),
+    )
+
+
+# --- entropy
+
+
+@pytest.mark.parametrize("name", ["policy_loss", "score_centering"])
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropy_is_subtracted_with_its_coefficient(name, complete, temperature):
+    logits, batch, _ = problem(complete=complete)
+    config = centering(temperature=temperature, **(REPLAY if complete else {}))
+    plain = run(name, logits, batch, LossSettings(score_centering=config))
+    trained = run(name, logits, batch, LossSettings(score_centering=config, entropy_coef=0.3))
+    leaf = logits.clone().requires_grad_()
+    ids = torch.cat([batch.token_ids[:, None], batch.candidate_ids], dim=1)
+    entropy = (
+        dense_support_entropy(leaf, ids, temperature=temperature)
+        if complete
+        else dense_entropy(leaf, temperature=temperature)
+    )
+    bonus = 0.3 * (entropy * share(batch)).sum()
+    close(trained[0], plain[0] - bonus.detach())
+    close(trained[1], plain[1] - torch.autograd.grad(bonus, leaf)[0])
+    close(trained[2]["entropy_loss"], entropy.detach())
+    close(trained[2]["pg_loss"], plain[2]["pg_loss"])
+
+
+@pytest.mark.parametrize("name", ["policy_loss", "score_centering"])
+def test_observed_entropy_is_logged_and_not_trained(name):
+    logits, batch, _ = problem()
+    plain = run(name, logits, batch, LossSettings(score_centering=centering()))
+    observed = run(name, logits, batch, LossSettings(score_centering=centering(), observe_entropy=True))
+    assert "entropy_loss" not in plain[2]
+    assert torch.equal(plain[0], observed[0]) and torch.equal(plain[1], observed[1])
+    close(observed[2]["entropy_loss"], dense_entropy(logits))
+
+
+# --- reference KL
+
+
+def written_out_kl(difference, kind):
+    return {
+        "k1": difference,
+        "k2": difference**2 / 2,
+        "k3": torch.exp(-difference) - 1 + difference,
+        "low_var_kl": (torch.exp(-difference) - 1 + difference).clamp(-10, 10),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", KL_TYPES)
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize("name", ["policy_loss", "score_centering"])
+def test_reference_kl_compares_full_vocabulary_scores(kind, unbiased, complete, name):
+    logits, batch, _ = problem(complete=complete)
+    batch.ref_log_probs[0] -= 5  # far enough for the clamp of low_var_kl, on both sides
+    batch.ref_log_probs[1] = log_probs_of(logits, batch.token_ids)[1] + 5
+    config = centering(**(REPLAY if complete else {}))
+    options = {"use_kl_loss": True, "kl_loss_type": kind, "use_unbiased_kl": unbiased, "score_centering": config}
+    plain = run(name, logits, batch, LossSettings(score_centering=config))
+    trained = run(name, logits, batch, LossSettings(kl_loss_coef=0.2, **options))
+    leaf = logits.clone().requires_grad_()
+    log_p = torch.log_softmax(leaf, dim=1).gather(1, batch.token_ids[:, None])[:, 0]
+    kl = written_out_kl(log_p - batch.ref_log_probs, kind)
+    if unbiased:
+        ids = torch.cat([batch.token_ids[:, None], batch.candidate_ids], dim=1)
+        sampled_from = dense_support_log_probs(leaf, ids)[:, 0] if complete else log_p
+        kl = kl * (sampled_from - batch.rollout_log_probs).exp()
+    penalty = 0.2 * (kl * share(batch)).sum()
+    close(trained[0], plain[0] + penalty.detach())
+    close(trained[1], plain[1] + torch.autograd.grad(penalty, leaf)[0])
+    close(trained[2]["kl_loss"][batch.active], kl.detach()[batch.active])
+    assert not trained[2]["kl_invalid_fraction"].any()
+    close(trained[2]["pg_loss"], plain[2]["pg_loss"])
+
+
+@pytest.mark.parametrize("kind", KL_TYPES)
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_equal_models_have_a_kl_of_exactly_zero(kind, unbiased, complete, dtype):
+    logits, batch, _ = problem(complete=complete)
+    logits = logits.to(dtype)
+    config = centering(**(REPLAY if complete else {}))
+    settings = LossSettings(
+        score_centering=config, use_kl_loss=True, kl_loss_coef=0.2, kl_loss_type=kind, use_unbiased_kl=unbiased
+    )
+    batch = dataclasses.replace(batch, ref_log_probs=full_vocabulary_log_probs(logits, batch, settings))
+    _, _, metrics = run("score_centering", logits, batch, settings)
+    assert metrics["kl_loss"].abs().max() == 0 and not metrics["kl_invalid_fraction"].any()
+    if complete:  # over the support the same logits give another log-prob, which must not enter
+        assert (score(logits, batch, settings, with_head=True).sampled - batch.ref_log_probs).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", KL_TYPES)
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize(
+    ("shift", "invalid"), [(39.9, 0), (-39.9, 0), (40.1, 1), (-40.1, 1), (INF, 1), (-INF, 1), (NAN, 1), (1e30, 1)]
+)
+def test_a_difference_beyond_forty_counts_as_broken_and_not_as_far(kind, unbiased, shift, invalid):
+    log_p = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([-1.0 - shift, -2.5], dtype=torch.float64)
+    ratio = (log_p - torch.tensor([-1.1, -1.9])) if unbiased else None
+    active = torch.ones(2, dtype=torch.bool)
+    kl, broken = reference_kl(log_p, ref, kind=kind, active=active, train_rollout_log_ratio=ratio)
+    assert broken.tolist() == [invalid, 0]
+    (gradient,) = torch.autograd.grad(kl.sum(), log_p)
+    assert kl.isfinite().all() and gradient.isfinite().all()
+    assert (kl[0] == 0) == bool(invalid) and kl[1] != 0
+
+
+@pytest.mark.parametrize("ratio", [40.1, -40.1, NAN, INF])
+def test_the_unbiased_form_watches_its_ratio_too(ratio):
+    log_p = torch.tensor([-1.0], requires_grad=True)
+    given = torch.tensor([ratio]) + 0 * log_p
+    kl, broken = reference_kl(
+        log_p, torch.tensor([-2.0]), kind="k1", active=torch.tensor([True]), train_rollout_log_ratio=given
+    )
+    assert (kl.item(), broken.item()) == (0, 1)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, 99.0])
+def test_a_masked_token_is_neither_far_nor_broken(value):
+    kl, broken = reference_kl(torch.tensor([-1.0]), torch.tensor([value]), kind="k3", active=torch.tensor([False]))
+    assert (kl.item(), broken.item()) == (0, 0)
+
+
+def test_an_extreme_reference_leaves_loss_and_gradient_finite():
+    logits, batch, _ = problem()
+    ref = batch.ref_log_probs.clone()
+    ref[:3] = torch.tensor([-INF, -1e4, NAN])
+    settings = LossSettings(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", use_unbiased_kl=True)
+    loss, gradient, metrics = run("policy_loss", logits, dataclasses.replace(batch, ref_log_probs=ref), settings)
+    assert loss.isfinite() and gradient.isfinite().all()
+    assert metrics["kl_invalid_fraction"].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
+def test_an_unknown_kl_is_named():
+    with pytest.raises(ValueError, match="--kl-loss-type k4: choose one of k1, k2, k3, low_var_kl"):
+        reference_kl(torch.zeros(1), torch.zeros(1), kind="k4", active=torch.tensor([True]))
+
+
+# --- through the pipeline: conversion, shards, micro-batches and one table of logits as the model
+
+
+def rollout(mode, lengths=(3, 1, 0, 4, 2, 3, 2, 1)):
+    samples = []
+    for i, rows in enumerate(lengths):
+        sample = sample_with(
+            (support_answer if mode == "support" else answer)(rows, seed=i), mode=mode, index=i, group_index=i // 4
+        )
+        sample.reward = [1.0, 0.0, 0.3, -0.5][i % 4]
+        if i in (0, 3):
+            sample.append_observation([5, 6])
+        samples.append(sample)
+    return samples
+
+
+def steps_of(samples, mode, name, *, per_token=True, world_size=1, batch=8, raw=False, options=(), **split):
+    """Per optimizer step the loss, the gradient of the [V, V] table and the number of passes, summed over all ranks."""
+    config = centering(importance_sampling="tis", **(REPLAY if mode == "support" else {}))
+    data = samples_to_train_data(samples, config, vocab_size=VOCAB, normalize_std=False, normalize_rewards=not raw)
+    table = (1.2 * randn(VOCAB, VOCAB, seed=9)).requires_grad_()
+    scored = torch.log_softmax(table.detach(), dim=1)
+    for key, shift in (("old_log_probs", 0.02), ("ref_log_probs", -0.1)):
+        data[key] = [
+            (scored[ids[-n - 1 : -1], ids[ids.size - n :]] + shift).float().numpy() if n else np.empty(0, np.float32)
+            for ids, n in zip(data["tokens"], data["response_lengths"], strict=True)
+        ]
+    settings = LossSettings(score_centering=config, **dict(options))
+    shards = shard(data, world_size=world_size, global_batch_size=batch, per_token=per_token, **split)
+    results = []
+    for step in range(len(shards[0].steps)):
+        total, guard = torch.zeros((), dtype=torch.float64), FiniteGuard()
+        for part in shards:
+            for members in part.steps[step]:
+                micro = build_micro_batch(part.data, members, torch.device("cpu"), pad_token_id=0)
+                logits = table[micro.input_ids].flatten(0, 1)[micro.rows]
+                total = total + loss_function(name)(micro.loss, logits, settings, guard).loss
+        guard.raise_if_tripped()
+        results.append((total.detach(), torch.autograd.grad(total, table)[0]))
+    return results
+
+
+REGULARIZED = {
+    "entropy_coef": 0.1,
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.2,
+    "kl_loss_type": "k2",
+    "use_unbiased_kl": True,
+}
+SPLITS = [
+    {"micro_batch_size": 3},
+    {"micro_batch_size": 8},
+    {"max_tokens": 15},
+    {"world_size": 2},
+    {"world_size": 2, "max_tokens": 9},
+    {"world_size": 4, "micro_batch_size": 2},
+    {"world_size": 8},
+]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("mode", ["selected", "support"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("score_centering", {}), ("score_centering", REGULARIZED), ("policy_loss", REGULARIZED | {"use_tis": True})],
+)
+def test_no_split_into_ranks_and_micro_batches_changes_loss_or_gradient(split, per_token, mode, name, options):
+    (whole,) = steps_of(rollout(mode), mode, name, per_token=per_token, options=options)
+    (divided,) = steps_of(rollout(mode), mode, name, per_token=per_token, options=options, **split)
+    assert whole[1].abs().max() > 1e-3
+    close(divided[0], whole[0], 1e-7)
+    close(divided[1], whole[1], 1e-7)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_reduction_is_the_mean_that_it_says(per_token):
+    samples = rollout("selected")
+    (got,) = steps_of(samples, "selected", "score_centering", per_token=per_token)
+    # one sample a call: its loss is then the mean of its own tokens, whichever way it is reduced
+    alone, counts = [], []
+    advantages = samples_to_train_data(samples, centering(), normalize_std=False)["rewards"]
+    for sample, advantage in zip(samples, advantages, strict=True):
+        sample.reward = advantage
+        ((loss, gradient),) = steps_of([sample], "selected", "score_centering", batch=1, raw=True)
+        alone.append((loss, gradient))
+        counts.append(sum(sample.loss_mask))
+    shares = [n / sum(counts) for n in counts] if per_token else [(n > 0) / sum(n > 0 for n in counts) for n in counts]
+    close(got[0], sum(share * loss for share, (loss, _) in zip(shares, alone, strict=True)), 1e-7)
+    close(got[1], sum(share * gradient for share, (_, gradient) in zip(shares, alone, strict=True)), 1e-7)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("name", ["score_centering", "policy_loss"])
+def test_masked_samples_and_tokens_leave_the_denominator(per_token, name):
+    """A batch with half of its samples masked is the other half."""
+    samples = rollout("selected")[:4]
+    masked = [sample_with(answer(5, seed=40 + i), index=10 + i) for i in range(4)]
+    for sample in masked:
+        sample.loss_mask, sample.reward = [0] * 5, 1.0
+    options = {"per_token": per_token, "options": REGULARIZED, "raw": True}
+    (half,) = steps_of(samples, "selected", name, batch=4, **options)
+    (doubled,) = steps_of(samples + masked, "selected", name, batch=8, **options)
+    close(doubled[0], half[0], 1e-7)
+    close(doubled[1], half[1], 1e-7)
+
+
+def test_optimizer_steps_are_each_their_own_mean():
+    samples = rollout("selected")
+    both = steps_of(samples, "selected", "score_centering", batch=4)
+    apart = [steps_of(part, "selected", "score_centering", batch=4)[0] for part in (samples[:4], samples[4:])]
+    assert len(both) == 2
+    for (loss, gradient), (expected, expected_gradient) in zip(both, apart, strict=True):
+        close(loss, expected, 1e-7)
+        close(gradient, expected_gradient, 1e-7)
+
+
+# --- the hub
+
+
+def test_a_custom_loss_is_found_by_its_name():
+    try:
+        register_loss("tests_own")(lambda *_: "result")
+        assert loss_function("tests_own")() == "result"
+        with pytest.raises(
+            ValueError, match="'tests_own' is registered already, by tests.loss.test_losses: choose another"
+        ):
+            register_loss("tests_own")(lambda *_: None)
+    finally:
+        from miles_sc.loss import hub
+
+        hub._LOSSES.pop("tests_own")
+
+
+def test_an_unknown_loss_lists_those_there_are():
+    with pytest.raises(ValueError, match="--loss-type grpo: choose one of policy_loss, score_centering"):
+        loss_function("grpo")
