@@ -46,7 +46,9 @@ class ScoreCenteringConfig:
                 "set finite numbers with 0 < low <= high, e.g. 0.5 and 5.0"
             )
         if not _is_positive(self.temperature):
-            raise ValueError(f"--rollout-temperature {self.temperature}: set a finite number above 0 (greedy cannot be trained on)")
+            raise ValueError(
+                f"--rollout-temperature {self.temperature}: set a finite number above 0 (greedy cannot be trained on)"
+            )
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"--rollout-top-p {self.top_p}: set a number in (0, 1]")
         _check_integer("--rollout-top-k", self.top_k, minimum=-1)
@@ -106,7 +108,11 @@ def add_score_centering_arguments(parser: argparse._ArgumentGroup | argparse.Arg
         help="importance weight inside the centred score: none, truncated or masked (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--score-centering-tis-clip", type=float, default=2.0, metavar="C", help="cap of a truncated weight (default: %(default)s)"
+        "--score-centering-tis-clip",
+        type=float,
+        default=2.0,
+        metavar="C",
+        help="cap of a truncated weight (default: %(default)s)",
     )
     parser.add_argument(
         "--score-centering-mis-low", type=float, default=0.5, metavar="R",

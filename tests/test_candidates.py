@@ -78,9 +78,7 @@ def test_trim_takes_only_what_is_there(rows):
 @pytest.mark.parametrize("k", [1, 3])
 def test_what_is_whole_passes_and_read_only_arrays_are_left_alone(k):
     whole = Candidates(frozen(IDS[:, :k]), frozen(LOG_PROBS[:, :k]))
-    whole.validate(
-        vocab_size=8, sampled_token_ids=np.array([5, 3, 9]), sampled_log_probs=np.array([np.log(0.5), -4, 0.0])
-    )
+    whole.validate(vocab_size=8, sampled_token_ids=np.array([5, 3, 9]), sampled_log_probs=np.array([np.log(0.5), -4, 0.0]))
     np.testing.assert_array_equal(whole.token_ids, IDS[:, :k])
     np.testing.assert_array_equal(whole.log_probs, LOG_PROBS[:, :k])
 
@@ -116,17 +114,13 @@ def test_a_broken_row_is_named(ids, log_probs, options, message):
 
 @pytest.mark.parametrize("difference, broken", [(5e-5, False), (2e-4, True), (-2e-4, True), (NAN, True)])
 def test_two_reports_of_one_log_prob_must_agree(difference, broken):
-    options = dict(
-        sampled_token_ids=np.array([2, 1, 0]), sampled_log_probs=LOG_PROBS[[0, 1, 2], [1, 0, 0]].astype(np.float64)
-    )
+    options = dict(sampled_token_ids=np.array([2, 1, 0]), sampled_log_probs=LOG_PROBS[[0, 1, 2], [1, 0, 0]].astype(np.float64))
     options["sampled_log_probs"][1] += difference
     options["sampled_log_probs"][2] = NAN  # a gap row is compared with nothing
     if not broken:
         candidates().validate(**options)
         return
-    with pytest.raises(
-        ValueError, match=r"candidates, row 1: the sampled token's log-prob differs by .*shifted.*temperatures"
-    ):
+    with pytest.raises(ValueError, match=r"candidates, row 1: the sampled token's log-prob differs by .*shifted.*temperatures"):
         candidates().validate(**options)
     candidates().validate(**options, trained=np.array([True, False, False]))
 
@@ -141,9 +135,7 @@ def test_a_complete_row_holds_what_was_sampled():
 
 
 def test_an_unused_sampled_id_matches_no_unused_slot():
-    candidates().validate(
-        sampled_token_ids=np.array([5, -1, -1]), sampled_log_probs=np.array([np.log(0.5), -9.0, -9.0])
-    )
+    candidates().validate(sampled_token_ids=np.array([5, -1, -1]), sampled_log_probs=np.array([np.log(0.5), -9.0, -9.0]))
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])

@@ -75,9 +75,7 @@ def test_an_empty_row_is_refused_when_built_from_rows():
 
 
 def test_a_row_wider_than_the_arrays_names_the_flag():
-    with pytest.raises(
-        ValueError, match="row 2 .* holds 3 ids and only 2 .*: raise --rollout-top-logprobs-num to at least 3"
-    ):
+    with pytest.raises(ValueError, match="row 2 .* holds 3 ids and only 2 .*: raise --rollout-top-logprobs-num to at least 3"):
         SamplingSupport.from_rows(ROWS).padded(2)
 
 

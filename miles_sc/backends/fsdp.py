@@ -114,7 +114,9 @@ class FsdpBackend:
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
-            raise ValueError(f"the gradient norm is {norm}: nothing was updated; lower --lr or look at the last metrics for what diverged")
+            raise ValueError(
+                f"the gradient norm is {norm}: nothing was updated; lower --lr or look at the last metrics for what diverged"
+            )
         return norm
 
     def export_weights(self) -> dict[str, Tensor]:
@@ -132,7 +134,9 @@ class FsdpBackend:
             dcp.save(self._state(), checkpoint_id=str(directory))
         except dcp.api.CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
-            raise OSError(f"checkpoint {directory}: rank {rank} cannot write it ({cause}); is the disk full? choose another --save") from error
+            raise OSError(
+                f"checkpoint {directory}: rank {rank} cannot write it ({cause}); is the disk full? choose another --save"
+            ) from error
 
     def load(self, directory: Path) -> None:
         """Restores what :meth:`save` wrote, to the bit on the same number of ranks."""

@@ -97,7 +97,7 @@ def _check_sample(sample: Sample, config: ScoreCenteringConfig, vocab_size: int 
     if broken.any():
         row = int(np.argmax(broken))
         raise ValueError(
-            f"{where}: rollout_log_probs[{row}] = {log_probs[row]} on a trained token; its producer must record a finite log-prob "
+            f"{where}: rollout_log_probs[{row}] = {log_probs[row]} on a trained token; the producer must record finite log-probs "
             "of at most 0"
         )
     if not config.top_logprobs_num:
@@ -107,7 +107,9 @@ def _check_sample(sample: Sample, config: ScoreCenteringConfig, vocab_size: int 
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     if candidates.k != config.top_logprobs_num:
-        raise ValueError(f"{where}: {candidates.k} candidate slots and --rollout-top-logprobs-num {config.top_logprobs_num}: they must agree")
+        raise ValueError(
+            f"{where}: {candidates.k} candidate slots and --rollout-top-logprobs-num {config.top_logprobs_num}: they must agree"
+        )
     candidates.validate(
         vocab_size=vocab_size,
         sampled_token_ids=np.asarray(sample.tokens[len(sample.tokens) - sample.response_length :], np.int64),
@@ -148,7 +150,9 @@ def _check_support(support: SamplingSupport, candidates: Candidates, where: str)
     differs = filled & (np.sort(expected, axis=1) != np.sort(found, axis=1)).any(axis=1)
     if differs.any():
         row = int(np.argmax(differs))
-        raise ValueError(f"{where}, row {row}: the candidates are not the recorded sampling support; the whole support must be recorded")
+        raise ValueError(
+            f"{where}, row {row}: the candidates are not the recorded sampling support; the whole support must be recorded"
+        )
 
 
 def _candidate_columns(samples: Sequence[Sample], config: ScoreCenteringConfig) -> TrainData:
@@ -159,7 +163,9 @@ def _candidate_columns(samples: Sequence[Sample], config: ScoreCenteringConfig) 
     if config.mode == "support":
         columns["rollout_sampling_mask_ids"] = [sample.rollout_sampling_mask.ids for sample in samples]
         columns["rollout_sampling_mask_offsets"] = [sample.rollout_sampling_mask.offsets for sample in samples]
-        columns["rollout_topk_lengths"] = [_compact_lengths(sample.candidates, sample.rollout_sampling_mask) for sample in samples]
+        columns["rollout_topk_lengths"] = [
+            _compact_lengths(sample.candidates, sample.rollout_sampling_mask) for sample in samples
+        ]
         columns["rollout_topk_token_ids"] = [
             ids if lengths is None else None
             for ids, lengths in zip(columns["rollout_topk_token_ids"], columns["rollout_topk_lengths"], strict=True)

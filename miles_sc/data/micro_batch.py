@@ -51,7 +51,8 @@ def build_micro_batch(data: TrainData, members: Sequence[int], device: torch.dev
     lengths = [data["response_lengths"][i] for i in members]
     # logits at position t predict token t + 1
     rows = [
-        place * width + np.arange(sequences[place].size - length - 1, sequences[place].size - 1) for place, length in enumerate(lengths)
+        place * width + np.arange(sequences[place].size - length - 1, sequences[place].size - 1)
+        for place, length in enumerate(lengths)
     ]
     columns = _Columns(data, members, lengths, device)
     loss = LossBatch(

@@ -66,7 +66,8 @@ def shard(
             steps[rank].append(_renumber(part, first) + [[] for _ in range(passes - len(part))])
     columns = data | {"row_weights": weights.tolist()}
     return [
-        Shard({name: [column[i] for i in owned[rank]] for name, column in columns.items()}, steps[rank]) for rank in range(world_size)
+        Shard({name: [column[i] for i in owned[rank]] for name, column in columns.items()}, steps[rank])
+        for rank in range(world_size)
     ]
 
 

@@ -48,7 +48,7 @@ class FiniteGuard:
             return
         where = f" ({describe[micro_batch](row)})" if micro_batch in describe else ""
         raise ValueError(
-            f"{fields[micro_batch][field]} at row {row} of micro-batch {micro_batch}{where}: a trained token needs finite values. "
+            f"{fields[micro_batch][field]} at row {row} of micro-batch {micro_batch}{where}: trained tokens need finite values. "
             "Nothing was updated. Look at what produced it: the rollout's log-probs, the reward, or a trainer that has diverged"
         )
 

@@ -32,7 +32,8 @@ class StepMetrics:
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
         """Means with the loss's own weights, and worst cases, over all ranks of ``group`` (None: the default group, if any).
 
-        ``sc_tail_ratio`` is taken over the tokens whose tail can be read. ``_p99`` is the worst rank's. Called once a step, it waits for the device.
+        ``sc_tail_ratio`` is taken over the tokens whose tail can be read. ``_p99`` is the worst rank's.
+        Called once a step, it waits for the device.
         """
         weights = torch.cat(self._weights).double()
         rows = {name: torch.cat(values).double() for name, values in self._rows.items()}

@@ -143,7 +143,11 @@ def _vocabulary_shard(
     vocab_size = columns * world_size if vocab_size is None else vocab_size
     if not 0 < vocab_size <= columns * world_size:
         raise ValueError(f"vocab_size = {vocab_size}: must lie in 1..{columns * world_size}, the columns of all ranks together")
-    if token_ids.device.type == "cpu" and token_ids.numel() and not -1 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
+    if (
+        token_ids.device.type == "cpu"
+        and token_ids.numel()
+        and not -1 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size
+    ):
         raise ValueError(
             f"token_ids lie in {int(token_ids.min())}..{int(token_ids.max())}: must lie in -1..{vocab_size - 1} "
             "(-1 is an unused slot); is the sampler's tokenizer the trainer's?"

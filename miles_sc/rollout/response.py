@@ -101,7 +101,9 @@ def _sampled_tokens(meta_info: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarra
     field = "output_token_logprobs"
     entries = meta_info.get(field)
     if entries is None and meta_info.get("completion_tokens") != 0:
-        raise ValueError(f"{field} is missing from meta_info: ask with return_logprob (native) or logprobs and return_meta_info (chat)")
+        raise ValueError(
+            f"{field} is missing from meta_info: ask with return_logprob (native) or logprobs and return_meta_info (chat)"
+        )
     entries = entries or ()
     values = _numbers(_column(entries, 0, field), field)
     ids = _numbers(_column(entries, 1, field), field, integers=True)
@@ -203,7 +205,9 @@ def _support_candidates(meta_info: Mapping[str, Any], rows: int, k: int) -> tupl
         if not isinstance(ids, Sequence):
             raise ValueError(f"{ids_field}, row {row}: {ids!r} in place of a list of ids")
         if not isinstance(values, Sequence) or len(ids) != len(values):
-            raise ValueError(f"{values_field}, row {row}: its log-probs do not match the {len(ids)} ids of {ids_field}; ask for support mode")
+            raise ValueError(
+                f"{values_field}, row {row}: its log-probs do not match the {len(ids)} ids of {ids_field}; ask for support mode"
+            )
         if len(ids) > k:
             raise ValueError(
                 f"{ids_field}, row {row}: the sampling support exceeds the arrays, {len(ids)} ids for {k} slots; raise "
@@ -230,15 +234,17 @@ def _log_probs_within_support(candidates: Candidates, token_ids: np.ndarray) -> 
     if (present != 1).any():
         row = int(np.argmax(present != 1))
         raise ValueError(
-            f"output_token_sampling_mask, row {row}: the sampled token {token_ids[row]} stands {present[row]} times in the support "
-            "it was drawn from, and must stand once: are rows shifted?"
+            f"output_token_sampling_mask, row {row}: the sampled token {token_ids[row]} stands {present[row]} times in the "
+            "support it was drawn from, and must stand once: are rows shifted?"
         )
     return candidates.log_probs[matches].astype(np.float64)
 
 
 def _check_row_count(field: str, came: int, rows: int) -> None:
     if came != rows:
-        raise ValueError(f"{field} has {came} rows for {rows} generated tokens: every token needs exactly one, none is cut or padded")
+        raise ValueError(
+            f"{field} has {came} rows for {rows} generated tokens: every token needs exactly one, none is cut or padded"
+        )
 
 
 def _column(entries: Sequence[Any], place: int, field: str, row: int | None = None) -> list[Any]:
@@ -246,7 +252,9 @@ def _column(entries: Sequence[Any], place: int, field: str, row: int | None = No
     try:
         return [entry[place] for entry in entries]
     except (TypeError, LookupError) as error:
-        at, broken = next((at, entry) for at, entry in enumerate(entries) if not (isinstance(entry, Sequence) and len(entry) > place))
+        at, broken = next(
+            (at, entry) for at, entry in enumerate(entries) if not (isinstance(entry, Sequence) and len(entry) > place)
+        )
         raise ValueError(f"{field}, row {at if row is None else row}: {broken!r} in place of [log-prob, id, text]") from error
 
 
@@ -312,7 +320,9 @@ def _aligned_scalars(sample: Any) -> tuple[list[float], list[int]]:
     loss_mask = [1] * sample.response_length if sample.loss_mask is None else list(sample.loss_mask)
     for name, value in (("rollout_log_probs", log_probs), ("loss_mask", loss_mask)):
         if len(value) != sample.response_length:
-            raise ValueError(f"{name} has {len(value)} entries for a response of {sample.response_length} tokens: the sample is misaligned")
+            raise ValueError(
+                f"{name} has {len(value)} entries for a response of {sample.response_length} tokens: the sample is misaligned"
+            )
     return log_probs, loss_mask
 
 

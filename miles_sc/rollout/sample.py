@@ -78,7 +78,9 @@ class Sample:
     def strip_last_output_tokens(self, count: int) -> None:
         """Removes the last ``count`` response tokens and every row that belongs to them."""
         if not 0 <= count <= self.response_length:
-            raise ValueError(f"cannot strip {count} tokens of a response of {self.response_length}: give 0..{self.response_length}")
+            raise ValueError(
+                f"cannot strip {count} tokens of a response of {self.response_length}: give 0..{self.response_length}"
+            )
         self.check_rows()
         kept = self.response_length - count
         if self.candidates is not None:

@@ -39,25 +39,51 @@ def _add_model_and_task(group: argparse._ArgumentGroup) -> None:
         help="reward rule: exact, number or contains for --prompt-data; constant:<value> for any task (default: the task's own)",
     )  # fmt: skip
     add("--apply-chat-template", action="store_true", help="wrap each prompt in the tokenizer's chat template")
-    add("--held-out", type=int, default=128, metavar="N", help="problems kept for evaluation, never trained on (default: %(default)s)")
+    add(
+        "--held-out",
+        type=int,
+        default=128,
+        metavar="N",
+        help="problems kept for evaluation, never trained on (default: %(default)s)",
+    )
 
 
 def _add_rollout(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--num-rollout", type=int, required=True, metavar="N", help="rollouts in the whole run")
     add("--rollout-batch-size", type=int, required=True, metavar="N", help="prompts per rollout")
-    add("--n-samples-per-prompt", type=int, default=8, metavar="N", help="responses per prompt, one GRPO group (default: %(default)s)")
+    add(
+        "--n-samples-per-prompt",
+        type=int,
+        default=8,
+        metavar="N",
+        help="responses per prompt, one GRPO group (default: %(default)s)",
+    )
     add("--rollout-max-response-len", type=int, default=64, metavar="N", help="most tokens in a response (default: %(default)s)")
     add("--rollout-temperature", type=float, default=1.0, metavar="T", help="sampler's temperature (default: %(default)s)")
-    add("--rollout-top-p", type=float, default=1.0, metavar="P", help="nucleus of the sampler; 1 is unfiltered (default: %(default)s)")
-    add("--rollout-top-k", type=int, default=-1, metavar="N", help="top-k of the sampler; -1 is unfiltered (default: %(default)s)")
+    add(
+        "--rollout-top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="nucleus of the sampler; 1 is unfiltered (default: %(default)s)",
+    )
+    add(
+        "--rollout-top-k", type=int, default=-1, metavar="N", help="top-k of the sampler; -1 is unfiltered (default: %(default)s)"
+    )
     add("--rollout-seed", type=int, default=42, metavar="N", help="seed of prompts and sampling (default: %(default)s)")
     add("--rollout-engine", choices=("embedded",), default="embedded", help="what generates (default: %(default)s)")
     add(
         "--rollout-mismatch", default="none", metavar="KIND",
         help="make the sampler differ from the trainer: none, int8, int4 or noise:<sigma> (default: %(default)s)",
     )  # fmt: skip
-    add("--rollout-staleness", type=int, default=0, metavar="N", help="sample with the weights of N updates ago (default: %(default)s)")
+    add(
+        "--rollout-staleness",
+        type=int,
+        default=0,
+        metavar="N",
+        help="sample with the weights of N updates ago (default: %(default)s)",
+    )
     add("--train-async", action="store_true", help="generate the next rollout while this one trains (one update stale)")
 
 
@@ -90,7 +116,12 @@ def _add_loss(group: argparse._ArgumentGroup) -> None:
     add("--eps-clip", type=float, default=0.2, help="PPO clip of policy_loss (default: %(default)s)")
     add("--eps-clip-high", type=float, help="its upper side (default: --eps-clip)")
     add("--use-tis", action="store_true", help="weight policy_loss by p_old / q, see the next three")
-    add("--tis-mode", choices=TIS_MODES, default="truncate", help="truncate the weight into the band, or mask outside (default: %(default)s)")
+    add(
+        "--tis-mode",
+        choices=TIS_MODES,
+        default="truncate",
+        help="truncate the weight into the band, or mask outside (default: %(default)s)",
+    )
     add("--tis-clip", type=float, default=2.0, help="upper end of the band (default: %(default)s)")
     add("--tis-clip-low", type=float, default=0.0, help="lower end of the band (default: %(default)s)")
     add("--entropy-coef", type=float, default=0.0, help="default: %(default)s")
@@ -100,7 +131,13 @@ def _add_loss(group: argparse._ArgumentGroup) -> None:
     add("--kl-loss-type", choices=KL_TYPES, default="k1", help="default: %(default)s")
     add("--use-unbiased-kl", action="store_true", help="weight the KL by p / q")
     add("--recompute-loss-function", action="store_true", help="rerun the loss in backward instead of keeping what it saves")
-    add("--log-probs-chunk-size", type=int, default=-1, metavar="N", help="rows scored at a time; -1 suits the device (default: %(default)s)")
+    add(
+        "--log-probs-chunk-size",
+        type=int,
+        default=-1,
+        metavar="N",
+        help="rows scored at a time; -1 suits the device (default: %(default)s)",
+    )
     add("--ci-test", action="store_true", help="additional slow self-checks")
 
 
@@ -119,11 +156,19 @@ def _add_layout(group: argparse._ArgumentGroup) -> None:
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--output-dir", default="runs/train", metavar="DIR", help="metrics, report and checkpoints go here (default: %(default)s)")
+    add(
+        "--output-dir", default="runs/train", metavar="DIR", help="metrics, report and checkpoints go here (default: %(default)s)"
+    )
     add("--save", metavar="DIR", help="checkpoints (default: <output-dir>/checkpoints)")
     add("--save-interval", type=int, metavar="N", help="rollouts between checkpoints (default: only at the end and on Ctrl-C)")
     add("--load", metavar="DIR", help="continue from the newest checkpoint there")
-    add("--eval-interval", type=int, default=10, metavar="N", help="rollouts between evaluations; 0 is never (default: %(default)s)")
+    add(
+        "--eval-interval",
+        type=int,
+        default=10,
+        metavar="N",
+        help="rollouts between evaluations; 0 is never (default: %(default)s)",
+    )
     add("--use-tensorboard", action="store_true", help="also write TensorBoard events")
     add("--custom-config-path", metavar="FILE", help="YAML of flags that override the command line")
     add(
@@ -219,7 +264,7 @@ def validate_train_arguments(args: argparse.Namespace) -> None:
     if args.num_steps_per_rollout is not None and samples % args.num_steps_per_rollout:
         raise ValueError(
             f"--num-steps-per-rollout {args.num_steps_per_rollout} does not divide the {samples} samples of a rollout "
-            f"(--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}): set a divisor"
+            f"(--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}): use a divisor"
         )
     step = global_batch_size(args)
     if samples % step:
@@ -249,8 +294,8 @@ def _validate_layout(args: argparse.Namespace) -> None:
 def _validate_losses(args: argparse.Namespace) -> None:
     if args.rollout_top_k > 0 and args.rollout_top_logprobs_num == 0:
         raise ValueError(
-            f"--rollout-top-k {args.rollout_top_k} with --rollout-top-logprobs-num 0: filtered sampling is trained over its recorded "
-            f"support; set --rollout-top-logprobs-num to at least {args.rollout_top_k}"
+            f"--rollout-top-k {args.rollout_top_k} with --rollout-top-logprobs-num 0: filtered sampling is trained over its "
+            f"recorded support; set --rollout-top-logprobs-num to at least {args.rollout_top_k}"
         )
     if args.n_samples_per_prompt == 1 and not args.disable_rewards_normalization:
         raise ValueError(
@@ -264,7 +309,9 @@ def _validate_losses(args: argparse.Namespace) -> None:
     if args.log_probs_chunk_size != -1 and args.log_probs_chunk_size < 1:
         raise ValueError(f"--log-probs-chunk-size {args.log_probs_chunk_size}: set a positive number of rows, or -1")
     if args.kl_loss_coef != 0 and not args.use_kl_loss:
-        raise ValueError(f"--kl-loss-coef {args.kl_loss_coef} without --use-kl-loss: add --use-kl-loss or leave the coefficient out")
+        raise ValueError(
+            f"--kl-loss-coef {args.kl_loss_coef} without --use-kl-loss: add --use-kl-loss or leave the coefficient out"
+        )
     if not 0 <= args.lr < float("inf"):
         raise ValueError(f"--lr {args.lr}: set a number of at least 0")
 

@@ -24,7 +24,11 @@ def ray_session() -> Iterator[None]:
         ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="error")
     else:
         ray.init(
-            address="local", include_dashboard=False, log_to_driver=False, logging_level="error", object_store_memory=OBJECT_STORE_BYTES
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            object_store_memory=OBJECT_STORE_BYTES,
         )
     try:
         yield

@@ -12,7 +12,9 @@ PROBE_BYTES = 128 << 20
 class DriftProbe:
     """KL(start || policy) per token, over the full vocabulary, on responses that the start itself drew."""
 
-    def __init__(self, model: PreTrainedModel, sequences: list[list[int]], response_lengths: list[int], temperature: float) -> None:
+    def __init__(
+        self, model: PreTrainedModel, sequences: list[list[int]], response_lengths: list[int], temperature: float
+    ) -> None:
         """
         Args:
             model: still holds the start's weights; later calls of :meth:`measure` read its weights then.

@@ -40,7 +40,9 @@ def train(args: argparse.Namespace, directory: RunDirectory, actors: Actors, *, 
     checkpoint = newest_checkpoint(Path(args.load), settings=settings) if args.load else None
     first = checkpoint.next_rollout if checkpoint else 0
     if first >= args.num_rollout:
-        raise ValueError(f"--load {args.load}: it already holds {first} rollouts and --num-rollout is {args.num_rollout}; raise it")
+        raise ValueError(
+            f"--load {args.load}: it already holds {first} rollouts and --num-rollout is {args.num_rollout}; raise it"
+        )
     actors.prepare(args)
     directory.start(first)
     with _stop_requests() as stop, Progress(args.num_rollout, title=title) as progress:
@@ -87,7 +89,9 @@ class _Run:
             if due or last or stop.requested:
                 self._save(number + 1)
             if stop.requested and not last:
-                raise Interrupted(f"stopped after rollout {number + 1} of {args.num_rollout}; continue with --load {self.save_root}")
+                raise Interrupted(
+                    f"stopped after rollout {number + 1} of {args.num_rollout}; continue with --load {self.save_root}"
+                )
             if not args.train_async and not last:
                 pending = self._start_rollout(number + 1)
 

@@ -126,7 +126,6 @@ def _plotting() -> Iterator[Callable]:
             "lines.solid_capstyle": "round", "svg.hashsalt": "miles-sc",
         })  # fmt: skip
 
-
         def new_figure(height: float) -> Figure:
             figure = Figure(figsize=(_WIDTH, height), layout="constrained", facecolor="white")
             figure.get_layout_engine().set(w_pad=0.1, h_pad=0.09, wspace=0.03, hspace=0.03)

@@ -64,9 +64,7 @@ class Progress:
             self._print(self._title)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None

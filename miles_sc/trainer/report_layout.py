@@ -9,8 +9,7 @@ REWARD_PANELS = (
     ),
     (
         "KL of the clean policy from its start",
-        "How far the policy has walked. Learning moves it too, so a low value is no merit by itself; compare at equal "
-        "reward.",
+        "How far the policy has walked. Learning moves it too, so a low value is no merit by itself; compare at equal reward.",
     ),
     (
         "Sampler mismatch",
@@ -30,8 +29,7 @@ REWARD_PANELS = (
     ("Generation speed", "Tokens per second of the sampler; recording candidates costs some of it."),
     (
         "Bands",
-        "Lines are means over seeds, bands reach from the lowest to the highest seed. Overlapping bands do not tell "
-        "arms apart.",
+        "Lines are means over seeds, bands reach from the lowest to the highest seed. Overlapping bands do not tell arms apart.",
     ),
 )
 DRIFT_PANELS = (

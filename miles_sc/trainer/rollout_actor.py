@@ -168,5 +168,3 @@ class RolloutActor:
             "perf/generate_seconds": generate_seconds,
             "perf/rollout_seconds": seconds,
         }
-
-

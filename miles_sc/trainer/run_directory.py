@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 
-
 class RunDirectory:
     """``run.json`` and ``metrics.jsonl`` of one arm under one seed."""
 

@@ -201,9 +201,7 @@ def read_runs(output_dir: Path) -> list[Run]:
     """
     runs = [_read_run(path.parent) for path in sorted(output_dir.rglob("run.json"))]
     if not runs:
-        raise ValueError(
-            f"{output_dir}: no run there or below (a folder with run.json); give the --output-dir of a training run"
-        )
+        raise ValueError(f"{output_dir}: no run there or below (a folder with run.json); give the --output-dir of a training run")
     if not any(run.records for run in runs):
         raise ValueError(f"{output_dir}: no rollout is recorded yet; ask again after the first one")
     return runs

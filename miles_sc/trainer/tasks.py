@@ -16,8 +16,6 @@ from miles_sc.trainer.rewards import RULES, answer_rule
 
 # A data set is made anew, under another seed, every so many problems: some generate all of theirs at once.
 CHUNK = 500
-# Draws at one training index until one is not held out.
-ATTEMPTS = 16
 HELD_OUT_ONE_IN = 10
 LIST_TASKS = 'python -c "from miles_sc.trainer.tasks import task_names; print(*task_names())"'
 
@@ -139,8 +137,11 @@ class ProceduralProblems:
         self._check_verifier()
 
     def train(self, index: int) -> Problem:
-        for attempt in range(ATTEMPTS):
-            entry = self._entry(f"train {self._seed}", index, attempt)
+        chunk, row = divmod(index, CHUNK)
+        draws = [(f"train {self._seed}", index)]
+        draws += [(f"spare {self._seed}", chunk * CHUNK + (row + 37 * attempt) % CHUNK) for attempt in range(64)]
+        for stream, position in draws:
+            entry = self._entry(stream, position)
             if not _is_held_out(entry["question"]):
                 return _problem(index, entry)
         raise ValueError(f"--task {self._name}: no problem to train on at index {index}; widen it with --task-option")
@@ -176,11 +177,11 @@ class ProceduralProblems:
         # Any instance of the data set scores: it reads only the entry and the options.
         return float(self._data_set("train 0", 0).score_answer(answer=text, entry=entry))
 
-    def _entry(self, stream: str, position: int, attempt: int = 0) -> Mapping[str, Any]:
+    def _entry(self, stream: str, position: int) -> Mapping[str, Any]:
         chunk, row = divmod(position, CHUNK)
         data_set = self._data_set(stream, chunk)
-        with _global_random(f"{stream} {position} {attempt}"):
-            return data_set[row + attempt * CHUNK]
+        with _global_random(f"{stream} {position}"):
+            return data_set[row]
 
     def _data_set(self, stream: str, chunk: int) -> Any:
         key = (stream, chunk)
@@ -306,7 +307,7 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
 
 def _create_data_set(name: str, options: Mapping[str, Any], *, seed: int) -> Any:
     data_set_class, config_class = _data_sets()[name]
-    config = config_class(**options, seed=seed, size=CHUNK * ATTEMPTS)
+    config = config_class(**options, seed=seed, size=CHUNK)
     if hasattr(config, "validate"):
         config.validate()
     return data_set_class(config=config)

@@ -69,9 +69,7 @@ def make_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build_model(len(tokenizer), hidden_size=hidden_size, layers=layers, heads=heads)
-        loss = warm_up(
-            model, tokenizer, task, steps=steps, batch_size=batch_size, learning_rate=learning_rate, progress=progress
-        )
+        loss = warm_up(model, tokenizer, task, steps=steps, batch_size=batch_size, learning_rate=learning_rate, progress=progress)
     summary = {
         "task": task.name,
         "seed": seed,
@@ -175,7 +173,7 @@ def warm_up(
 
 
 def answer_batch(tokenizer: "PreTrainedTokenizerFast", problems: Sequence[Problem]) -> dict[str, Any]:
-    """``input_ids``, ``attention_mask`` and ``labels``, int64 [B, T] padded on the right; labels are -100 off the answer."""
+    """``input_ids``, ``attention_mask``, ``labels``: int64 [B, T], padded on the right, labels -100 off the answer."""
     import torch
 
     rows = []
@@ -228,9 +226,7 @@ def _check_request(output: Path, *, hidden_size: int, heads: int, steps: int, ba
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if hidden_size % (2 * heads):
-        raise ValueError(
-            f"hidden size {hidden_size} is no multiple of {2 * heads}, twice the number of heads; make it one"
-        )
+        raise ValueError(f"hidden size {hidden_size} is no multiple of {2 * heads}, twice the number of heads; make it one")
 
 
 def _completion(problem: Problem) -> str:

@@ -267,9 +267,7 @@ def test_replay_needs_a_support_that_is_normalised_and_holds_the_token():
 
 
 def test_the_width_is_the_runs():
-    with pytest.raises(
-        ValueError, match="sample 20: 4 candidate slots and --rollout-top-logprobs-num 8: they must agree"
-    ):
+    with pytest.raises(ValueError, match="sample 20: 4 candidate slots and --rollout-top-logprobs-num 8: they must agree"):
         samples_to_train_data(rollout(), ScoreCenteringConfig(top_logprobs_num=8))
 
 

@@ -65,13 +65,9 @@ def test_rows_follow_the_members(members):
     assert (batch.rows // width).tolist() == [place for place, length in enumerate(lengths) for _ in range(length)]
     weights, rewards = [0.125, 0.0, 0.25, 0.5], [0.0, 1.0, 2.0, 3.0]
     assert batch.loss.weights.tolist() == [weights[i] for i, n in zip(members, lengths, strict=True) for _ in range(n)]
-    assert batch.loss.advantages.tolist() == [
-        rewards[i] for i, n in zip(members, lengths, strict=True) for _ in range(n)
-    ]
+    assert batch.loss.advantages.tolist() == [rewards[i] for i, n in zip(members, lengths, strict=True) for _ in range(n)]
     assert batch.loss.active.tolist() == [bool(x) for x in expected(members, lambda sample: sample.loss_mask)]
-    assert batch.loss.rollout_log_probs.tolist() == pytest.approx(
-        expected(members, lambda sample: sample.rollout_log_probs)
-    )
+    assert batch.loss.rollout_log_probs.tolist() == pytest.approx(expected(members, lambda sample: sample.rollout_log_probs))
 
 
 def test_sequences_are_padded_on_the_right():
@@ -93,9 +89,7 @@ def test_candidates_are_the_samples_own(mode, members):
         return
     whole = [samples(mode)[i] for i in members]
     assert loss.candidate_ids.tolist() == [row for sample in whole for row in sample.rollout_topk_token_ids.tolist()]
-    assert loss.candidate_log_probs.tolist() == [
-        row for sample in whole for row in sample.rollout_topk_log_probs.tolist()
-    ]
+    assert loss.candidate_log_probs.tolist() == [row for sample in whole for row in sample.rollout_topk_log_probs.tolist()]
     assert loss.candidate_ids.dtype == torch.int64 and loss.candidate_ids.shape[1] == K
 
 

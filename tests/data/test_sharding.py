@@ -52,9 +52,7 @@ def test_every_sample_exactly_once_and_the_same_number_of_passes_everywhere(data
     for step in range(steps):
         passes = [part.steps[step] for part in shards]
         assert len({len(of_rank) for of_rank in passes}) == 1
-        trained = [
-            part.data["sample_indices"][i] - 100 for part in shards for members in part.steps[step] for i in members
-        ]
+        trained = [part.data["sample_indices"][i] - 100 for part in shards for members in part.steps[step] for i in members]
         assert sorted(trained) == list(range(step * batch, (step + 1) * batch))
         counts = [sum(map(len, of_rank)) for of_rank in passes]
         assert set(counts) == {batch // world_size}
@@ -87,9 +85,7 @@ def test_the_weights_of_a_step_sum_to_one_over_all_ranks(world_size, per_token):
         )
         assert total == pytest.approx(1)
     # a sample's weight is that of its own step, wherever it went
-    expected = row_weights(data["loss_masks"][:4], per_token=per_token) + row_weights(
-        data["loss_masks"][4:], per_token=per_token
-    )
+    expected = row_weights(data["loss_masks"][:4], per_token=per_token) + row_weights(data["loss_masks"][4:], per_token=per_token)
     for part in shards:
         got = dict(zip(part.data["sample_indices"], part.data["row_weights"], strict=True))
         assert got == {index: expected[index - 100] for index in got}

@@ -138,9 +138,7 @@ def complete_head(shift=0.0):
     for row, support in enumerate(ids[:, 1:]):
         outside = ~torch.isin(torch.arange(vocab), support[support >= 0])
         rollout[row, outside] = -INF
-    return DenseBatch(
-        random_logits(rows, vocab, 8), log_softmax(rollout) + shift, ids, advantages_like(rows), complete=True
-    )
+    return DenseBatch(random_logits(rows, vocab, 8), log_softmax(rollout) + shift, ids, advantages_like(rows), complete=True)
 
 
 def tail_of(train, rollout):
@@ -485,9 +483,7 @@ def test_zero_advantage_keeps_the_true_metrics(mode):
     idle = batch.with_(advantages=torch.zeros_like(batch.advantages))
     weight = torch.tensor(0.8, dtype=torch.float64)
     log_p = log_softmax(batch.train_logits)
-    rollout = batch.rollout_log_probs.scatter(
-        1, batch.token_ids[:, :1], log_p.gather(1, batch.token_ids[:, :1]) - weight.log()
-    )
+    rollout = batch.rollout_log_probs.scatter(1, batch.token_ids[:, :1], log_p.gather(1, batch.token_ids[:, :1]) - weight.log())
     _, expected, _ = run(batch.with_(rollout_log_probs=rollout), mode)
     loss, metrics, gradient = run(idle.with_(rollout_log_probs=rollout), mode)
     assert (loss == 0).all() and (gradient == 0).all()
@@ -503,9 +499,7 @@ def test_zero_advantage_keeps_the_true_metrics(mode):
 def test_only_train_log_probs_carry_gradient(mode):
     """p, q and w are constants: the coefficient of log p_y is -A w and nothing else."""
     inputs = estimator_inputs(plain(inside=False))
-    variables = {
-        name: getattr(inputs, name).detach().clone().requires_grad_() for name in [*LOG_PROB_FIELDS, "advantages"]
-    }
+    variables = {name: getattr(inputs, name).detach().clone().requires_grad_() for name in [*LOG_PROB_FIELDS, "advantages"]}
     loss, metrics = score_centering_loss(dataclasses.replace(inputs, **variables), importance_sampling=mode, **TIGHT)
     loss.sum().backward()
     close(variables["train_log_probs"].grad, -inputs.advantages * metrics["sc_importance_weight"])
@@ -518,9 +512,7 @@ def test_head_gradient_is_the_coefficient():
     """sum |d_i| is the reported L1, so the head's gradient A d_i carries no more than it."""
     inputs = estimator_inputs(plain(inside=True))
     head = inputs.train_head_log_probs.detach().requires_grad_()
-    loss, metrics = score_centering_loss(
-        dataclasses.replace(inputs, train_head_log_probs=head), importance_sampling="tis"
-    )
+    loss, metrics = score_centering_loss(dataclasses.replace(inputs, train_head_log_probs=head), importance_sampling="tis")
     loss.sum().backward()
     close(head.grad.abs().sum(dim=1), inputs.advantages * metrics["sc_coefficient_l1"])
 
@@ -574,9 +566,7 @@ def test_low_precision_logits_end_to_end(dtype, vocab, k, mode):
     scores = selected_log_probs(logits, batch.token_ids)
     assert scores.dtype == torch.float32
     single = batch.with_(advantages=batch.advantages.float())
-    inputs = dataclasses.replace(
-        estimator_inputs(single), train_log_probs=scores[:, 0], train_head_log_probs=scores[:, 1:]
-    )
+    inputs = dataclasses.replace(estimator_inputs(single), train_log_probs=scores[:, 0], train_head_log_probs=scores[:, 1:])
     loss, _ = score_centering_loss(inputs, importance_sampling=mode)
     loss.sum().backward()
     # float32: log-probs near 10 carry 1e-6, open heads leave a tail above 0.05. bf16: the gradient is rounded once.

@@ -153,9 +153,7 @@ def test_the_cases_clip_both_ways_and_truncate_both_ways():
     logits, batch, _ = problem()
     ratio = (log_probs_of(logits, batch.token_ids) - batch.old_log_probs).exp()[batch.active]
     sign = batch.advantages[batch.active]
-    assert (
-        ((ratio > 1.05) & (sign > 0)).any() and ((ratio < 0.95) & (sign < 0)).any() and ((ratio - 1).abs() < 0.05).any()
-    )
+    assert ((ratio > 1.05) & (sign > 0)).any() and ((ratio < 0.95) & (sign < 0)).any() and ((ratio - 1).abs() < 0.05).any()
     mismatch = (batch.old_log_probs - batch.rollout_log_probs).exp()[batch.active]
     assert (mismatch > 1.2).any() and (mismatch < 0.8).any() and ((mismatch > 0.9) & (mismatch < 1.1)).any()
 
@@ -347,9 +345,7 @@ def test_entropy_is_subtracted_with_its_coefficient(name, complete, temperature)
     leaf = logits.clone().requires_grad_()
     ids = torch.cat([batch.token_ids[:, None], batch.candidate_ids], dim=1)
     entropy = (
-        dense_support_entropy(leaf, ids, temperature=temperature)
-        if complete
-        else dense_entropy(leaf, temperature=temperature)
+        dense_support_entropy(leaf, ids, temperature=temperature) if complete else dense_entropy(leaf, temperature=temperature)
     )
     bonus = 0.3 * (entropy * share(batch)).sum()
     close(trained[0], plain[0] - bonus.detach())
@@ -446,9 +442,7 @@ def test_a_difference_beyond_forty_counts_as_broken_and_not_as_far(kind, unbiase
 def test_the_unbiased_form_watches_its_ratio_too(ratio):
     log_p = torch.tensor([-1.0], requires_grad=True)
     given = torch.tensor([ratio]) + 0 * log_p
-    kl, broken = reference_kl(
-        log_p, torch.tensor([-2.0]), kind="k1", active=torch.tensor([True]), train_rollout_log_ratio=given
-    )
+    kl, broken = reference_kl(log_p, torch.tensor([-2.0]), kind="k1", active=torch.tensor([True]), train_rollout_log_ratio=given)
     assert (kl.item(), broken.item()) == (0, 1)
 
 
@@ -597,9 +591,7 @@ def test_a_custom_loss_is_found_by_its_name():
     try:
         register_loss("tests_own")(lambda *_: "result")
         assert loss_function("tests_own")() == "result"
-        with pytest.raises(
-            ValueError, match="'tests_own' is registered already, by tests.loss.test_losses: choose another"
-        ):
+        with pytest.raises(ValueError, match="'tests_own' is registered already, by tests.loss.test_losses: choose another"):
             register_loss("tests_own")(lambda *_: None)
     finally:
         from miles_sc.loss import hub

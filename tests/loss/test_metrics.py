@@ -42,10 +42,7 @@ def batch_of(weights, active):
 def sc_metrics(**rows):
     rows = {name: torch.tensor(values, dtype=torch.float64) for name, values in rows.items()}
     length = len(next(iter(rows.values())))
-    defaults = {
-        name: torch.zeros(length, dtype=torch.float64) if "floor" in name else torch.ones(length).double()
-        for name in SC
-    }
+    defaults = {name: torch.zeros(length, dtype=torch.float64) if "floor" in name else torch.ones(length).double() for name in SC}
     return defaults | rows
 
 

@@ -42,9 +42,7 @@ def test_values_and_gradients_equal_dense(chunk_size, temperature, inplace_backw
     """Duplicates, unused slots, an unused sampled token and padded columns, all at once."""
     logits, upstream = random_logits(), cotangents((6, 4))
     options = {"vocab_size": VOCAB, "temperature": temperature}
-    score = partial(
-        selected_log_probs, token_ids=IDS, chunk_size=chunk_size, inplace_backward=inplace_backward, **options
-    )
+    score = partial(selected_log_probs, token_ids=IDS, chunk_size=chunk_size, inplace_backward=inplace_backward, **options)
     (actual,), actual_gradient = gradient(lambda x: score(x * 1), logits, upstream)
     (expected,), expected_gradient = gradient(lambda x: dense_log_probs(x, IDS, **options), logits, upstream)
     close(actual, expected)

@@ -206,9 +206,7 @@ def test_bad_vocabulary_size(vocab_size):
         support_log_probs(random_logits(), IDS.clamp(max=0), vocab_size=vocab_size)
 
 
-@pytest.mark.parametrize(
-    "logits_shape, ids_shape", [((5, 14), (4, 5)), ((5, 14), (1, 5)), ((5, 14), (5,)), ((14,), (1, 5))]
-)
+@pytest.mark.parametrize("logits_shape, ids_shape", [((5, 14), (4, 5)), ((5, 14), (1, 5)), ((5, 14), (5,)), ((14,), (1, 5))])
 def test_shape_mismatch(logits_shape, ids_shape):
     with pytest.raises(ValueError):
         support_log_probs(torch.zeros(logits_shape), torch.zeros(ids_shape, dtype=torch.long))

@@ -39,15 +39,11 @@ def masked_logits():
 
 def ids_within(vocab_size):
     """Rows whose ids lie on the first rank, on the second, on both, twice, and nowhere."""
-    ids = torch.tensor(
-        [[0, 1, 4, 2], [5, 8, 6, 7], [4, 5, 0, 8], [3, 3, 8, 8], [8, -1, -1, 0], [-1, -1, -1, -1], [7, 0, -1, 4]]
-    )
+    ids = torch.tensor([[0, 1, 4, 2], [5, 8, 6, 7], [4, 5, 0, 8], [3, 3, 8, 8], [8, -1, -1, 0], [-1, -1, -1, -1], [7, 0, -1, 4]])
     return torch.where(ids < 0, ids, ids % (vocab_size or WIDTH))
 
 
-SUPPORT = torch.tensor(
-    [[0, 0, 4, 2], [5, 8, 5, 7], [4, 5, 4, 8], [3, 3, -1, -1], [8, -1, 8, 0], [-1, -1, -1, -1], [7, 0, -1, 7]]
-)
+SUPPORT = torch.tensor([[0, 0, 4, 2], [5, 8, 5, 7], [4, 5, 4, 8], [3, 3, -1, -1], [8, -1, 8, 0], [-1, -1, -1, -1], [7, 0, -1, 7]])
 
 
 def cotangents(dtype):
@@ -86,9 +82,7 @@ def evaluate(shard, group):
         for name, options in CASES.items():
             ids = ids_within(options["vocab_size"])
             results["selected", name, dtype_name] = scored(
-                lambda x, ids=ids, options=options: selected_log_probs(
-                    x, ids, group=group, with_entropy=True, **options
-                ),
+                lambda x, ids=ids, options=options: selected_log_probs(x, ids, group=group, with_entropy=True, **options),
                 logits,
                 upstream,
             )

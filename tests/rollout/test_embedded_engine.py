@@ -185,9 +185,7 @@ def test_support_rows_are_the_filtered_distribution(engine, model, top_k, top_p)
 
 def test_selected_mode_with_a_mask_gives_the_tokens_support_log_prob(engine):
     params = {"top_k": 8, "top_p": 0.9, "sampling_seed": 4}
-    support, selected = engine.generate(
-        [body(params=params, **AS_SUPPORT), body(params=params, return_sampling_mask=True)]
-    )
+    support, selected = engine.generate([body(params=params, **AS_SUPPORT), body(params=params, return_sampling_mask=True)])
     rows, values = (support["meta_info"][f"output_token_sampling_{name}"] for name in ("mask", "logprobs"))
     picked = [row[ids.index(t)] for t, ids, row in zip(support["output_ids"], rows, values, strict=True)]
     assert selected["output_ids"] == support["output_ids"]

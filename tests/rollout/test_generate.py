@@ -33,9 +33,7 @@ def fresh(count):
 
 
 def generate(engine, samples, mode="selected", **options):
-    settings = dict(
-        max_new_tokens=5, vocab_size=VOCAB, decode=decode, sampling_seeds=list(range(100, 100 + len(samples)))
-    )
+    settings = dict(max_new_tokens=5, vocab_size=VOCAB, decode=decode, sampling_seeds=list(range(100, 100 + len(samples))))
     generate_responses(engine, samples, CONFIGS[mode], **settings | options)
 
 

@@ -70,10 +70,7 @@ def test_null_counts_as_absent_and_defaults_are_the_servers():
     nulls = {name: None for name in ("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "sampling_seed")}
     limits = ModelLimits(500, None, (1,))
     absent = parse_request({"input_ids": [5]}, limits, place="here")
-    assert (
-        parse_request({"input_ids": [5], "sampling_params": nulls, "top_logprobs_num": None}, limits, place="")
-        == absent
-    )
+    assert parse_request({"input_ids": [5], "sampling_params": nulls, "top_logprobs_num": None}, limits, place="") == absent
     assert (absent.temperature, absent.top_p, absent.top_k, absent.max_new_tokens) == (1.0, 1.0, 500, 128)
     assert absent.stop_token_ids == (1,) and absent.sampling_seed is None and not absent.from_support
 

@@ -63,9 +63,7 @@ def test_the_runs_count_and_mode_override_the_clients(mode, openai):
     }
     refused = {"logprobs": False, "return_meta_info": False} if openai else {"return_logprob": False}
     body = BODY[openai] | theirs | refused
-    assert configure_request(CONFIGS[mode], body, openai=openai) == configure_request(
-        CONFIGS[mode], BODY[openai], openai=openai
-    )
+    assert configure_request(CONFIGS[mode], body, openai=openai) == configure_request(CONFIGS[mode], BODY[openai], openai=openai)
 
 
 @pytest.mark.parametrize("body", [{"input_ids": [1]}, {"input_ids": [1], "sampling_params": None}])
@@ -118,10 +116,7 @@ REFUSED = [  # config, sampling fields, message
     (SUPPORT, {"top_k": -1}, "top_k = -1 .*unfiltered sampling in a filtered run; leave it out, the run's is 6"),
     (SUPPORT, {"top_k": 0}, "top_k = 0 .*unfiltered sampling"),
     (SUPPORT, {"top_k": 9}, "top_k = 9 .*only --rollout-top-logprobs-num 8 candidates are recorded; lower it"),
-    *(
-        (SUPPORT, {name: "x"}, f"{name} = 'x' .*leave it out")
-        for name in ("json_schema", "regex", "ebnf", "structural_tag")
-    ),
+    *((SUPPORT, {name: "x"}, f"{name} = 'x' .*leave it out") for name in ("json_schema", "regex", "ebnf", "structural_tag")),
     (SELECTED, {"custom_logit_processor": "x"}, "custom_logit_processor = 'x'"),
     (SELECTED, {"logit_bias": {"5": 1.0}}, "logit_bias = "),
     (SELECTED, {"frequency_penalty": 0.1}, "frequency_penalty = 0.1 .*leave it out or set 0.0"),

@@ -79,9 +79,7 @@ def test_recorded_answers_are_read(name, mode, k, rows):
     assert sample.tokens == [5, 6, 7, *tokens]
     assert sample.loss_mask == [1] * rows
     assert sample.rollout_topk_token_ids.shape == sample.rollout_topk_log_probs.shape == (rows, k)
-    assert [sample.rollout_topk_token_ids[0, 0], sample.rollout_topk_log_probs[0, 0]] == pytest.approx(
-        first_candidate(meta)
-    )
+    assert [sample.rollout_topk_token_ids[0, 0], sample.rollout_topk_log_probs[0, 0]] == pytest.approx(first_candidate(meta))
     if mode == "selected":
         assert sample.rollout_log_probs == [entry[0] for entry in meta["output_token_logprobs"]]
         assert sample.rollout_sampling_mask is None
@@ -89,9 +87,7 @@ def test_recorded_answers_are_read(name, mode, k, rows):
         mass = np.exp(sample.rollout_topk_log_probs.astype(np.float64)).sum(axis=1)
         np.testing.assert_allclose(mass, 1, atol=1e-5)
         # after filtering a token is likelier than it was over the whole vocabulary
-        assert all(
-            q > entry[0] for q, entry in zip(sample.rollout_log_probs, meta["output_token_logprobs"], strict=True)
-        )
+        assert all(q > entry[0] for q, entry in zip(sample.rollout_log_probs, meta["output_token_logprobs"], strict=True))
         assert sample.rollout_sampling_mask.padded(k).tolist() == sample.rollout_topk_token_ids.tolist()
 
 
@@ -511,9 +507,7 @@ def test_without_recording_the_sampled_tokens_alone_are_appended():
     assert sample.candidates is None and sample.rollout_sampling_mask is None
 
 
-@pytest.mark.parametrize(
-    ("mutate", "message"), [case for case in SAMPLED + SAMPLED_LOG_PROBS if "differs" not in case[1]]
-)
+@pytest.mark.parametrize(("mutate", "message"), [case for case in SAMPLED + SAMPLED_LOG_PROBS if "differs" not in case[1]])
 def test_without_recording_the_sampled_tokens_are_checked_too(mutate, message):
     meta, sample = answer(), Sample(tokens=list(PROMPT))
     append_sampled_tokens(sample, answer(seed=1), vocab_size=VOCAB)

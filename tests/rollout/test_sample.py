@@ -98,9 +98,7 @@ def test_a_misaligned_field_is_named_and_nothing_is_changed(name, value, operati
     sample = sample_with(answer(3), index=6)
     setattr(sample, name, value)
     before = state(sample)
-    with pytest.raises(
-        ValueError, match=f"sample 6: {name} has {len(value)} rows for a response of 3 tokens; .*exactly one"
-    ):
+    with pytest.raises(ValueError, match=f"sample 6: {name} has {len(value)} rows for a response of 3 tokens; .*exactly one"):
         operation(sample)
     assert state(sample) == before
 
@@ -116,9 +114,7 @@ def test_an_observation_cannot_follow_tokens_of_which_nothing_is_known(missing):
     sample = sample_with(answer(3), index=6)
     setattr(sample, missing, None)
     before = state(sample)
-    with pytest.raises(
-        ValueError, match="sample 6: its 3 response tokens lack loss_mask or rollout_log_probs; fill both"
-    ):
+    with pytest.raises(ValueError, match="sample 6: its 3 response tokens lack loss_mask or rollout_log_probs; fill both"):
         sample.append_observation([1])
     assert state(sample) == before
 

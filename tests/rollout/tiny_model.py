@@ -34,9 +34,7 @@ def build_model(**changes):
 
 
 def build_engine(model, **changes):
-    return EmbeddedEngine(
-        model, **{"stop_token_ids": [STOP], "pad_token_id": 0, "seed": 3, "vocab_size": TRUE_VOCAB, **changes}
-    )
+    return EmbeddedEngine(model, **{"stop_token_ids": [STOP], "pad_token_id": 0, "seed": 3, "vocab_size": TRUE_VOCAB, **changes})
 
 
 def body(input_ids=(5, 6, 7), *, top=0, params=(), **fields):

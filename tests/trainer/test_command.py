@@ -27,7 +27,10 @@ def finish(*flags: str) -> tuple[int, str]:
     "flags, message",
     [
         (["--hf-checkpoint", "no/such/model"], "--hf-checkpoint no/such/model: no Hugging Face model there"),
-        (["--loss-type", "score_centering", "--rollout-top-logprobs-num", "9999"], "--rollout-top-logprobs-num 9999 exceeds the model's"),
+        (
+            ["--loss-type", "score_centering", "--rollout-top-logprobs-num", "9999"],
+            "--rollout-top-logprobs-num 9999 exceeds the model's",
+        ),
         (["--output-dir", "/dev/null/run"], "--output-dir /dev/null/run: cannot be written"),
         (["--save", "/dev/null/checkpoints"], "/dev/null/"),
     ],

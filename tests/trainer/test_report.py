@@ -1,7 +1,6 @@
 """The report says what the records say: numbers, seeds, gaps, conditions, and errors that help."""
 
 import base64
-import json
 import re
 import sys
 from html.parser import HTMLParser
@@ -13,32 +12,7 @@ pytest.importorskip("matplotlib")
 from miles_sc.trainer import figures, report  # noqa: E402
 from miles_sc.trainer.report import write_report  # noqa: E402
 from miles_sc.trainer.run_records import read_runs, series_of  # noqa: E402
-
-REWARD_ARGS = {"task": "chain_sum", "lr": 1e-4, "rm_type": None, "rollout_mismatch": "int8", "rollout_staleness": 0}
-
-
-def records(*, evals, rollouts=4, **metrics):
-    """A constant value per metric in every rollout, evaluations ``{rollouts done: (reward, kl)}``."""
-    rows = [{"step": step} | metrics for step in range(rollouts)]
-    if 0 in evals:
-        rows.insert(0, {"step": -1})
-    for row in rows:
-        if row["step"] + 1 in evals:
-            row["eval/reward"], row["eval/kl_from_start"] = evals[row["step"] + 1]
-    return rows
-
-
-def write_run(directory, rows, *, arm="score_centering", seed=42, kind="reward", rollouts=4, **args):
-    directory.mkdir(parents=True, exist_ok=True)
-    described = {"arm": arm, "seed": seed, "kind": kind, "rollouts": rollouts}
-    described["args"] = REWARD_ARGS | {"rollout_seed": seed, "output_dir": str(directory)} | args
-    (directory / "run.json").write_text(json.dumps(described))
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_drift_run(directory, *, kl, reward="constant:1", **others):
-    rows = records(evals={0: (1.0, 0.0), 4: (1.0, kl)}, **{"rollout/reward": 1.0})
-    write_run(directory, rows, kind="drift", rm_type=reward, **others)
+from tests.trainer.run_files import records, write_drift_run, write_run  # noqa: E402
 
 
 class _Tables(HTMLParser):
@@ -181,16 +155,6 @@ def test_runs_are_pooled_over_seeds_only(tmp_path):
     }
 
 
-def test_band_reaches_from_lowest_to_highest_seed(tmp_path):
-    for seed, reward in ((1, 0.1), (2, 0.2), (3, 0.6)):
-        write_run(tmp_path / str(seed), records(evals={0: (0.1, 0.0), 4: (reward, 0.1)}), seed=seed)
-    (series,) = series_of(read_runs(tmp_path))
-    band = series.band("eval/reward")
-    assert band.rollouts.tolist() == [0, 4]
-    assert band.mean.tolist() == pytest.approx([0.1, 0.3])
-    assert (band.low.tolist(), band.high.tolist()) == ([0.1, 0.1], [0.1, 0.6])
-
-
 @pytest.mark.parametrize(
     ("ends", "said"),
     [
@@ -306,69 +270,6 @@ def test_settings_say_whose_they_are(tmp_path):
     assert settings["--use-tis"].split() == ["off", "policy_loss", "on", "tis"]
     assert settings["--lr"] == "0.0001" and settings["--rm-type"] == "not set"
     assert "--output-dir" not in settings
-
-
-def test_no_run_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"no run there or below .*give the --output-dir"):
-        write_report(tmp_path)
-    with pytest.raises(ValueError, match="no run there or below"):
-        write_report(tmp_path / "absent")
-    write_run(tmp_path, [])
-    with pytest.raises(ValueError, match="no rollout is recorded yet"):
-        write_report(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ('{"step": 1, "rollout/rew', "Unterminated string"),
-        ("", "Expecting value"),
-        ("[1]", "it holds no object with a whole-numbered step"),
-        ('{"rollout/reward": 1}', "it holds no object with a whole-numbered step"),
-        ('{"step": 1, "rollout/reward": "high"}', "rollout/reward is 'high', not a number"),
-        ('{"step": 1, "rollout/reward": null}', "rollout/reward is None, not a number"),
-        ('{"step": 0}', "step 0 is there twice"),
-    ],
-)
-def test_a_broken_record_is_named_with_file_line_and_remedy(tmp_path, line, reason):
-    write_run(tmp_path / "arm", [{"step": 0}])
-    path = tmp_path / "arm" / "metrics.jsonl"
-    path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(ValueError, match="remove that line, or run it again") as error:
-        write_report(tmp_path)
-    assert str(error.value).startswith(f"{path} line 2: no record of a rollout ({reason}")
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"arm": None}, "no 'arm' of type str"),
-        ({"args": []}, "no 'args' of type dict"),
-        ({"kind": "other"}, "neither 'reward' nor 'drift'"),
-        ({"kind": "drift"}, "rm_type or rollout_staleness is no number"),
-    ],
-)
-def test_a_broken_description_is_named_with_its_remedy(tmp_path, change, reason):
-    write_run(tmp_path, records(evals={}))
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ValueError, match="run it again, or move") as error:
-        write_report(tmp_path)
-    assert str(path) in str(error.value) and reason in str(error.value)
-
-
-def test_unreadable_json_of_a_description_names_its_line(tmp_path):
-    write_run(tmp_path, records(evals={}))
-    (tmp_path / "run.json").write_text('{\n  "arm": \n}')
-    with pytest.raises(ValueError, match=r"run\.json line 3: cannot be read"):
-        write_report(tmp_path)
-
-
-def test_a_missing_metrics_file_is_an_error(tmp_path):
-    write_run(tmp_path, records(evals={}))
-    (tmp_path / "metrics.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: cannot be read \(No such file"):
-        write_report(tmp_path)
 
 
 @pytest.mark.parametrize("call", ["main_png", "reward_svg"])

@@ -60,7 +60,13 @@ class ScoreCenteringInputs:
         head = self.train_head_log_probs.shape
         if len(head) != 2 or head[0] != rows[0]:
             raise ValueError(f"train_head_log_probs has shape {tuple(head)}: give [T, K] with T = {rows[0]}")
-        wanted = {"rollout_log_probs": rows, "advantages": rows, "active": rows, "rollout_head_log_probs": head, "head_mask": head}
+        wanted = {
+            "rollout_log_probs": rows,
+            "advantages": rows,
+            "active": rows,
+            "rollout_head_log_probs": head,
+            "head_mask": head,
+        }
         for name, shape in wanted.items():
             value = getattr(self, name)
             if value is not None and value.shape != shape:

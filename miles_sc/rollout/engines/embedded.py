@@ -76,9 +76,7 @@ class EmbeddedEngine:
 
         self.weight_version = "default"
         self._model = model.eval()
-        self._limits = ModelLimits(
-            vocab_size, getattr(config, "max_position_embeddings", None), tuple(map(int, stop_token_ids))
-        )
+        self._limits = ModelLimits(vocab_size, getattr(config, "max_position_embeddings", None), tuple(map(int, stop_token_ids)))
         self._pad_token_id = pad_token_id
         self._seed = seed
         self._max_batch_tokens = max_batch_tokens
@@ -116,8 +114,7 @@ class EmbeddedEngine:
         """
         started = time.perf_counter()
         parsed = [
-            parse_request(body, self._limits, place=f"request {index} of {len(requests)}")
-            for index, body in enumerate(requests)
+            parse_request(body, self._limits, place=f"request {index} of {len(requests)}") for index, body in enumerate(requests)
         ]
         generators = [self._generator(request) for request in parsed]
         generations = [Generation.empty() for _ in parsed]

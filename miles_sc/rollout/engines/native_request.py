@@ -135,15 +135,12 @@ def _read_token_ids(value: Any, name: str, vocab_size: int, *, place: str) -> tu
     if ids.size == 0:
         return ()
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(
-            f"{place}: {name} has shape {list(ids.shape)} and dtype {ids.dtype}; send one flat list of integers"
-        )
+        raise ValueError(f"{place}: {name} has shape {list(ids.shape)} and dtype {ids.dtype}; send one flat list of integers")
     outside = (ids < 0) | (ids >= vocab_size)
     if outside.any():
         at = int(outside.argmax())
         raise ValueError(
-            f"{place}: {name}[{at}]={ids[at]} is outside the vocabulary [0, {vocab_size}); tokenize with this model's "
-            "tokenizer"
+            f"{place}: {name}[{at}]={ids[at]} is outside the vocabulary [0, {vocab_size}); tokenize with this model's tokenizer"
         )
     return tuple(ids.tolist())
 
@@ -214,8 +211,7 @@ def _check_mask_bound(top_k: int | None, *, place: str) -> None:
     if top_k is None or top_k > SAMPLING_MASK_MAX_TOKENS:
         asked = "no top_k (-1)" if top_k is None else f"top_k={top_k}"
         raise ValueError(
-            f"{place}: return_sampling_mask with {asked} does not bound the support; set top_k in "
-            f"[1, {SAMPLING_MASK_MAX_TOKENS}]"
+            f"{place}: return_sampling_mask with {asked} does not bound the support; set top_k in [1, {SAMPLING_MASK_MAX_TOKENS}]"
         )
 
 
