@@ -264,7 +264,7 @@ def validate_train_arguments(args: argparse.Namespace) -> None:
     if args.num_steps_per_rollout is not None and samples % args.num_steps_per_rollout:
         raise ValueError(
             f"--num-steps-per-rollout {args.num_steps_per_rollout} does not divide the {samples} samples of a rollout "
-            f"(--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}): use a divisor"
+            f"(--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}): set another"
         )
     step = global_batch_size(args)
     if samples % step:

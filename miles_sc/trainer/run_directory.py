@@ -32,7 +32,9 @@ class RunDirectory:
         metrics = self.path / "metrics.jsonl"
         kept = []
         if first_rollout and metrics.exists():
-            kept = [line for line in metrics.read_text().splitlines() if json.loads(line)["step"] < first_rollout]
+            # a killed run may have left half a line, of a rollout that no checkpoint holds
+            lines = [line for line in metrics.read_text().splitlines() if line.endswith("}")]
+            kept = [line for line in lines if json.loads(line)["step"] < first_rollout]
         _write_whole(metrics, "".join(f"{line}\n" for line in kept))
         _write_whole(self.path / "run.json", json.dumps(self._description(), indent=2))
         if self._args.use_tensorboard:

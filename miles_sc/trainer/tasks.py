@@ -17,6 +17,8 @@ from miles_sc.trainer.rewards import RULES, answer_rule
 # A data set is made anew, under another seed, every so many problems: some generate all of theirs at once.
 CHUNK = 500
 HELD_OUT_ONE_IN = 10
+# Draws without a new held-out problem after which a small task counts as exhausted.
+GIVE_UP = 500 * HELD_OUT_ONE_IN
 LIST_TASKS = 'python -c "from miles_sc.trainer.tasks import task_names; print(*task_names())"'
 
 
@@ -137,28 +139,26 @@ class ProceduralProblems:
         self._check_verifier()
 
     def train(self, index: int) -> Problem:
-        chunk, row = divmod(index, CHUNK)
-        draws = [(f"train {self._seed}", index)]
-        draws += [(f"spare {self._seed}", chunk * CHUNK + (row + 37 * attempt) % CHUNK) for attempt in range(64)]
-        for stream, position in draws:
-            entry = self._entry(stream, position)
+        for entry in self._draws(index):
             if not _is_held_out(entry["question"]):
                 return _problem(index, entry)
         raise ValueError(f"--task {self._name}: no problem to train on at index {index}; widen it with --task-option")
 
     def held_out(self, count: int) -> list[Problem]:
         found: dict[str, Problem] = {}
-        draws = 100 * HELD_OUT_ONE_IN * count
-        for position in range(draws):
+        position = last_new = 0
+        while len(found) < count:
+            if position - last_new > GIVE_UP:
+                raise ValueError(
+                    f"--task {self._name}: {count} held-out problems asked, only {len(found)} distinct ones exist; "
+                    f"ask for at most {len(found)}, or widen the task with --task-option"
+                )
             entry = self._entry("held-out", position)
-            if _is_held_out(entry["question"]):
-                found.setdefault(entry["question"], _problem(len(found), entry))
-            if len(found) == count:
-                return list(found.values())
-        raise ValueError(
-            f"--task {self._name}: {count} held-out problems asked, {len(found)} distinct ones found in {draws} draws; "
-            f"ask for at most {len(found)}, or widen the task with --task-option"
-        )
+            if _is_held_out(entry["question"]) and entry["question"] not in found:
+                found[entry["question"]] = _problem(len(found), entry)
+                last_new = position
+            position += 1
+        return list(found.values())
 
     def verify(self, problem: Problem, text: str) -> float:
         """The data set's own score; text that its verifier cannot parse, whatever it raises then, earns 0."""
@@ -176,6 +176,13 @@ class ProceduralProblems:
     def _score(self, entry: Mapping[str, Any], text: str) -> float:
         # Any instance of the data set scores: it reads only the entry and the options.
         return float(self._data_set("train 0", 0).score_answer(answer=text, entry=entry))
+
+    def _draws(self, index: int) -> Iterator[Mapping[str, Any]]:
+        # Spares come from the chunk of the same number, so that one more data set serves all of its rejections.
+        yield self._entry(f"train {self._seed}", index)
+        first = index - index % CHUNK
+        for attempt in range(64):
+            yield self._entry(f"spare {self._seed}", first + (index + 37 * attempt) % CHUNK)
 
     def _entry(self, stream: str, position: int) -> Mapping[str, Any]:
         chunk, row = divmod(position, CHUNK)

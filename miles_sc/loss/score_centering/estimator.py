@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from miles_sc.loss.finite_guard import FiniteGuard, raise_on_fault
-from miles_sc.loss.score_centering.importance_sampling import ImportanceSampling, importance_sampling as weight_function
+from miles_sc.loss.score_centering.importance_sampling import ImportanceSampling
+from miles_sc.loss.score_centering.importance_sampling import importance_sampling as weight_function
 
 TAIL_EPS = 1e-6
 # In float32 a tail below this is rounding (1e-6 of error on 1 - sum p); its ratio says nothing.

@@ -1,0 +1,394 @@
+"""The flags of the built-in trainer, YAML overrides and every start-up refusal."""
+
+import argparse
+import dataclasses
+import json
+
+import pytest
+
+from miles_sc import ScoreCenteringConfig
+from miles_sc.backends.settings import OptimizerSettings
+from miles_sc.trainer.arguments import (
+    add_train_arguments,
+    check_model_directories,
+    finish_train_arguments,
+    global_batch_size,
+    loss_settings,
+    optimizer_settings,
+    validate_train_arguments,
+)
+
+NEEDED = ["--hf-checkpoint", "model", "--num-rollout", "2", "--rollout-batch-size", "4"]
+BASE = [*NEEDED, "--task", "chain_sum"]
+CENTERED = [*BASE, "--loss-type", "score_centering", "--rollout-top-logprobs-num", "8"]
+
+
+def parser_of_train():
+    parser = argparse.ArgumentParser()
+    add_train_arguments(parser)
+    return parser
+
+
+def parse(*flags):
+    return parser_of_train().parse_args([str(flag) for flag in flags])
+
+
+def finish(*flags):
+    parser = parser_of_train()
+    args = parser.parse_args([str(flag) for flag in flags])
+    finish_train_arguments(args, parser)
+    return args
+
+
+KNOWN = {  # the names that users know, as given on a line and as they come out
+    "--loss-type score_centering": ("loss_type", "score_centering", "policy_loss"),
+    "--rollout-temperature 0.7": ("rollout_temperature", 0.7, 1.0),
+    "--rollout-top-p 0.9": ("rollout_top_p", 0.9, 1.0),
+    "--rollout-top-k 8": ("rollout_top_k", 8, -1),
+    "--use-rollout-logprobs": ("use_rollout_logprobs", True, False),
+    "--advantage-estimator grpo": ("advantage_estimator", "grpo", "grpo"),
+    "--disable-grpo-std-normalization": ("disable_grpo_std_normalization", True, False),
+    "--calculate-per-token-loss": ("calculate_per_token_loss", True, False),
+    "--log-probs-chunk-size 64": ("log_probs_chunk_size", 64, -1),
+    "--recompute-loss-function": ("recompute_loss_function", True, False),
+    "--entropy-coef 0.01": ("entropy_coef", 0.01, 0.0),
+    "--use-kl-loss": ("use_kl_loss", True, False),
+    "--kl-loss-coef 0.1": ("kl_loss_coef", 0.1, 0.0),
+    "--kl-loss-type low_var_kl": ("kl_loss_type", "low_var_kl", "k1"),
+    "--use-unbiased-kl": ("use_unbiased_kl", True, False),
+    "--ci-test": ("ci_test", True, False),
+    "--train-backend megatron": ("train_backend", "megatron", "fsdp"),
+    "--tensor-model-parallel-size 2": ("tensor_model_parallel_size", 2, 1),
+    "--context-parallel-size 2": ("context_parallel_size", 2, 1),
+    "--qkv-format thd": ("qkv_format", "thd", "bshd"),
+    "--allgather-cp": ("allgather_cp", True, False),
+    "--score-centering-observe": ("score_centering_observe", True, False),
+    "--score-centering-is tis": ("score_centering_is", "tis", "none"),
+    "--rollout-top-logprobs-num 128": ("rollout_top_logprobs_num", 128, 0),
+}
+
+
+@pytest.mark.parametrize("line", KNOWN)
+def test_a_line_from_an_existing_launch_parses(line):
+    name, value, default = KNOWN[line]
+    assert getattr(parse(*BASE, *line.split()), name) == value
+    assert getattr(parse(*BASE), name) == default
+
+
+@pytest.mark.parametrize("flags", [BASE, CENTERED, [*CENTERED, "--rollout-top-k", 8, "--rollout-top-p", 0.9]])
+def test_a_plain_line_is_whole(flags):
+    """What the refusals below start from passes, so that each fails for its own reason."""
+    assert finish(*flags).num_rollout == 2
+
+
+REFUSED = [  # flags after the base line, message
+    # score centering, checked here once more because it is the launch that runs it
+    ("--loss-type score_centering", "--loss-type score_centering with --rollout-top-logprobs-num 0: set the number"),
+    ("--score-centering-observe", "--score-centering-observe with --rollout-top-logprobs-num 0: set the number"),
+    ("--rollout-top-logprobs-num -4", "--rollout-top-logprobs-num -4: set a whole number of at least 0"),
+    ("--score-centering-tis-clip 0", "--score-centering-tis-clip 0.0: set a finite number above 0"),
+    ("--score-centering-mis-low 6", "--score-centering-mis-low 6.0 --score-centering-mis-high 5.0: set"),
+    ("--rollout-temperature 0", "--rollout-temperature 0.0: set a finite number above 0"),
+    ("--rollout-top-p 1.2", r"--rollout-top-p 1.2: set a number in \(0, 1\]"),
+    ("--rollout-top-p 0.9", "--rollout-top-p 0.9 without --rollout-top-k: .*set a positive"),
+    ("--rollout-top-k 0", "--rollout-top-k 0: set -1 for no limit"),
+    ("--rollout-top-k 8", "--rollout-top-k 8 with --rollout-top-logprobs-num 0: .*set --rollout-top-logprobs-num to at least 8"),
+    (
+        "--rollout-top-k 8 --rollout-top-logprobs-num 4",
+        "--rollout-top-logprobs-num 4 is smaller than --rollout-top-k 8: .*at least 8",
+    ),
+    ("--advantage-estimator gae", "--advantage-estimator gae: the built-in trainer has grpo only"),
+    (
+        "--loss-type score_centering --rollout-top-logprobs-num 8 --advantage-estimator gae",
+        "--advantage-estimator gae with --loss-type score_centering: .*set --advantage-estimator grpo",
+    ),
+    (
+        "--loss-type score_centering --rollout-top-logprobs-num 8 --use-tis",
+        "--use-tis .* with --loss-type score_centering: .*--score-centering-is tis",
+    ),
+    # counts
+    ("--num-rollout 0", "--num-rollout 0: set at least 1"),
+    ("--rollout-batch-size 0", "--rollout-batch-size 0: set at least 1"),
+    ("--n-samples-per-prompt 0", "--n-samples-per-prompt 0: set at least 1"),
+    ("--rollout-max-response-len 0", "--rollout-max-response-len 0: set at least 1"),
+    ("--held-out 0", "--held-out 0: set at least 1"),
+    ("--rollout-staleness -1", "--rollout-staleness -1: set at least 0"),
+    ("--micro-batch-size 0", "--micro-batch-size 0: set at least 1"),
+    ("--max-tokens-per-gpu 0", "--max-tokens-per-gpu 0: set at least 1"),
+    ("--global-batch-size 0", "--global-batch-size 0: set at least 1"),
+    ("--num-steps-per-rollout 0", "--num-steps-per-rollout 0: set at least 1"),
+    ("--actor-num-gpus-per-node 0", "--actor-num-gpus-per-node 0: set at least 1"),
+    ("--eval-interval -1", "--eval-interval -1: set at least 0"),
+    ("--save-interval 0", "--save-interval 0: set at least 1"),
+    ("--compare-seeds 0", "--compare-seeds 0: set at least 1"),
+    ("--rollout-seed -1", "--rollout-seed -1: set at least 0"),
+    # batches
+    (
+        "--global-batch-size 64",
+        "32 samples per rollout .* do not divide into optimizer steps of 64: set --global-batch-size to a divisor",
+    ),
+    ("--global-batch-size 5", r"32 samples .*--rollout-batch-size 4 x --n-samples-per-prompt 8.* of 5: set --global-batch-size"),
+    ("--num-steps-per-rollout 3", "--num-steps-per-rollout 3 does not divide the 32 samples of a rollout"),
+    ("--num-steps-per-rollout 64", "--num-steps-per-rollout 64 does not divide the 32 samples"),
+    ("--num-steps-per-rollout 2 --global-batch-size 8", "give one of --global-batch-size and --num-steps-per-rollout"),
+    (
+        "--actor-num-gpus-per-node 3",
+        "--global-batch-size 32 does not divide over --actor-num-gpus-per-node 3 ranks: set a multiple",
+    ),
+    ("--use-dynamic-batch-size", "--use-dynamic-batch-size without --max-tokens-per-gpu: set how many tokens"),
+    ("--n-samples-per-prompt 1", "--n-samples-per-prompt 1: .*at least 2, or set --disable-rewards-normalization"),
+    # layout
+    ("--train-backend megatron", "--train-backend megatron: .*fsdp only"),
+    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: .*set 1"),
+    ("--context-parallel-size 2", "--context-parallel-size 2: .*set 1"),
+    ("--qkv-format thd", "--qkv-format thd: .*set bshd"),
+    # losses and sampler
+    ("--rollout-mismatch int3", "--rollout-mismatch 'int3' is not one of"),
+    ("--rollout-mismatch noise:-1", "--rollout-mismatch"),
+    ("--tis-clip-low 3", "--tis-clip-low 3.0 --tis-clip 2.0: set 0 <= low <= high"),
+    ("--tis-clip 0", "--tis-clip-low 0.0 --tis-clip 0.0: .*high above 0"),
+    ("--tis-clip nan", "--tis-clip nan: set"),
+    ("--eps-clip 0", "--eps-clip 0.0 .*: set numbers above 0"),
+    ("--eps-clip-high -0.1", "--eps-clip-high -0.1: set numbers above 0"),
+    ("--log-probs-chunk-size 0", "--log-probs-chunk-size 0: set a positive number of rows, or -1"),
+    ("--kl-loss-coef 0.1", "--kl-loss-coef 0.1 without --use-kl-loss: add --use-kl-loss or leave"),
+    ("--lr -1", "--lr -1.0: set a number of at least 0"),
+    ("--lr nan", "--lr nan: set"),
+    ("--lr inf", "--lr inf: set"),
+    ("--prompt-data f.jsonl", "give exactly one of --task and --prompt-data"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED, ids=[flags for flags, _ in REFUSED])
+def test_a_refusal_names_flag_value_and_remedy(flags, message):
+    with pytest.raises(ValueError, match=message):
+        finish(*BASE, *flags.split())
+
+
+def test_a_task_or_data_is_needed():
+    with pytest.raises(ValueError, match="give exactly one of --task and --prompt-data: what should the model learn"):
+        finish(*NEEDED)
+    assert finish(*NEEDED, "--prompt-data", "f.jsonl").task is None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--n-samples-per-prompt 1 --disable-rewards-normalization",
+        "--allgather-cp",
+        "--rollout-top-k 8 --rollout-top-p 0.9 --rollout-top-logprobs-num 8",
+        "--num-steps-per-rollout 4 --actor-num-gpus-per-node 2",
+        "--use-dynamic-batch-size --max-tokens-per-gpu 100",
+        "--rollout-mismatch noise:0.01 --rollout-staleness 2 --train-async",
+        "--use-tis --tis-mode mask --tis-clip-low 0.5",
+    ],
+)
+def test_what_belongs_together_passes(flags):
+    assert vars(finish(*BASE, *flags.split())) == vars(parse(*BASE, *flags.split()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"), [("", 32), ("--global-batch-size 8", 8), ("--num-steps-per-rollout 4", 8), ("--n-samples-per-prompt 2", 8)]
+)
+def test_samples_per_optimizer_step(flags, size):
+    assert global_batch_size(finish(*BASE, *flags.split())) == size
+
+
+# --- YAML
+
+
+def with_yaml(tmp_path, text, *flags):
+    path = tmp_path / "overrides.yaml"
+    path.write_text(text)
+    return finish(*(flags or BASE), "--custom-config-path", path)
+
+
+def test_yaml_overrides_the_command_line(tmp_path):
+    text = """
+    loss_type: score_centering
+    rollout-top-logprobs-num: 16
+    --lr: 3.0e-4
+    rollout_temperature: 1
+    calculate_per_token_loss: true
+    use_tis: false
+    task_option: [min_terms=2, max_terms=3]
+    eval_interval: 3.0
+    save_interval: null
+    """
+    args = with_yaml(tmp_path, text, *BASE, "--lr", "1", "--use-tis", "--save-interval", "4")
+    assert (args.loss_type, args.rollout_top_logprobs_num, args.lr) == ("score_centering", 16, 3e-4)
+    assert (args.calculate_per_token_loss, args.use_tis) == (True, False)
+    assert args.task_option == ["min_terms=2", "max_terms=3"] and args.save_interval is None
+    assert isinstance(args.rollout_temperature, float) and isinstance(args.eval_interval, int) and args.eval_interval == 3
+
+
+def test_a_value_of_another_type_is_refused_for_every_flag(tmp_path):
+    for action in parser_of_train()._actions:
+        if action.dest in ("help", "custom_config_path"):
+            continue
+        with pytest.raises(ValueError, match=f"overrides.yaml: {action.dest} = .*: give"):
+            with_yaml(tmp_path, f"{action.dest}: {'7' if action.nargs == 0 else '[1]'}")
+
+
+BAD_YAML = [  # text, message
+    ("rollout_top_logprob_num: 3", "rollout_top_logprob_num is no flag; did you mean rollout_top_logprobs_num"),
+    ("frobnicate: 3", r"frobnicate is no flag$"),
+    ("help: true", "help is no flag"),
+    ("custom_config_path: other.yaml", "custom_config_path is no flag"),
+    ("num_rollout: 2.5", "num_rollout = 2.5: give a whole number"),
+    ("num_rollout: '3'", "num_rollout = '3': give a whole number"),
+    ("num_rollout: true", "num_rollout = True: give a whole number"),
+    ("num_rollout: .inf", "num_rollout = inf: give a whole number"),
+    ("num_rollout: .nan", "num_rollout = nan: give a whole number"),
+    ("num_rollout: [1]", r"num_rollout = \[1\]: give a whole number"),
+    ("num_rollout: null", "num_rollout is empty: the flag is required; give a value"),
+    ("hf_checkpoint:", "hf_checkpoint is empty: the flag is required"),
+    ("lr: 1e-6", "lr = '1e-6': give a number, with a dot before an exponent"),
+    ("lr: .nan", "lr = nan: give a number"),
+    ("use_kl_loss: 1", "use_kl_loss = 1: give true or false"),
+    ("use_kl_loss: 'yes'", "use_kl_loss = 'yes': give true or false"),
+    ("task: 3", "task = 3: give a text"),
+    ("task: {name: chain_sum}", "task = .*: give a text"),
+    ("task_option: min_terms=2", "task_option = 'min_terms=2': give a list of texts"),
+    ("task_option: [2]", r"task_option = \[2\]: give a list of texts"),
+    ("loss_type: sft_loss", "loss_type = 'sft_loss': choose one of policy_loss, score_centering"),
+    ("kl_loss_type: k4", "kl_loss_type = 'k4': choose one of k1, k2, k3, low_var_kl"),
+    ("- lr", "give a mapping of flags to values"),
+    ("", "give a mapping of flags to values"),
+    ("lr: [", "cannot be read as YAML: "),
+    ("lr: !!python/object/apply:os.getcwd []", "cannot be read as YAML: "),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_YAML)
+def test_yaml_is_held_to_what_the_flags_ask(tmp_path, text, message):
+    with pytest.raises(ValueError, match="--custom-config-path .*overrides.yaml: " + message) as error:
+        with_yaml(tmp_path, text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{loss_type: score_centering}", "--rollout-top-logprobs-num 0: set the number"),
+        ("{loss_type: score_centering, rollout_top_logprobs_num: 8, use_tis: true}", "--use-tis .* with --loss-type"),
+        ("{rollout_top_p: 0.5}", "--rollout-top-p 0.5 without --rollout-top-k"),
+        ("{rollout_temperature: 0}", "--rollout-temperature 0.0: set"),
+        ("{score_centering_tis_clip: .inf}", "--score-centering-tis-clip inf: set a finite number"),
+        ("{context_parallel_size: 2}", "--context-parallel-size 2"),
+        ("{global_batch_size: 7}", "optimizer steps of 7"),
+        ("{task: null}", "give exactly one of --task and --prompt-data"),
+        ("{rollout_mismatch: int3}", "--rollout-mismatch 'int3'"),
+        ("{micro_batch_size: 0}", "--micro-batch-size 0: set at least 1"),
+    ],
+)
+def test_no_illegal_combination_slips_past_through_yaml(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        with_yaml(tmp_path, text)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\x00lr"])
+def test_an_unreadable_yaml_file_is_named(tmp_path, content):
+    path = tmp_path / "none.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match="--custom-config-path .*none.yaml: cannot be read as YAML: "):
+        finish(*BASE, "--custom-config-path", path)
+
+
+# --- what the rest of the trainer is told
+
+
+def test_loss_settings_carry_every_flag():
+    line = "--loss-type policy_loss --rollout-top-logprobs-num 8 --score-centering-observe --eps-clip 0.1 --eps-clip-high 0.3"
+    line += " --use-tis --tis-mode mask --tis-clip 1.5 --tis-clip-low 0.5 --entropy-coef 0.01 --observe-training-entropy"
+    line += " --use-kl-loss --kl-loss-coef 0.2 --kl-loss-type k3 --use-unbiased-kl --log-probs-chunk-size 64"
+    args = finish(*BASE, *line.split())
+    settings = loss_settings(args, vocab_size=77)
+    got = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
+    assert got == {
+        "score_centering": ScoreCenteringConfig.from_args(args),
+        "observe": True,
+        "eps_clip": 0.1,
+        "eps_clip_high": 0.3,
+        "use_tis": True,
+        "tis_mode": "mask",
+        "tis_clip": 1.5,
+        "tis_clip_low": 0.5,
+        "entropy_coef": 0.01,
+        "observe_entropy": True,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.2,
+        "kl_loss_type": "k3",
+        "use_unbiased_kl": True,
+        "log_probs_chunk_size": 64,
+        "vocab_size": 77,
+        "tensor_parallel_group": None,
+        "inplace_backward": False,
+    }
+    assert loss_settings(finish(*BASE, "--eps-clip", 0.1), vocab_size=7).eps_clip_high == 0.1
+
+
+def test_optimizer_settings_carry_every_flag():
+    line = "--optimizer sgd --lr 0.1 --weight-decay 0.2 --adam-beta1 0.3 --adam-beta2 0.4 --adam-eps 0.5 --clip-grad 0.6"
+    assert optimizer_settings(parse(*BASE, *line.split())) == OptimizerSettings("sgd", 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    assert optimizer_settings(parse(*BASE)) == OptimizerSettings()
+
+
+# --- the model directory
+
+
+def model_directory(tmp_path, **config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("flag", ["--hf-checkpoint", "--ref-load"])
+def test_a_missing_model_is_refused_before_anything_starts(tmp_path, flag):
+    model_directory(tmp_path, vocab_size=8)
+    args = parse(*CENTERED, "--hf-checkpoint", tmp_path, flag, tmp_path / "none")
+    with pytest.raises(ValueError, match=f"{flag} .*none: no Hugging Face model there .*; give a model directory"):
+        check_model_directories(args)
+
+
+@pytest.mark.parametrize(("vocab_size", "ok"), [(8, True), (7, False), (None, True)])
+def test_k_is_held_to_the_models_vocabulary(tmp_path, vocab_size, ok):
+    args = parse(*CENTERED, "--hf-checkpoint", model_directory(tmp_path, vocab_size=vocab_size))
+    if ok:
+        assert check_model_directories(args) is None
+    else:
+        with pytest.raises(
+            ValueError, match="--rollout-top-logprobs-num 8 exceeds the model's vocabulary of 7: set it to at most 7"
+        ):
+            check_model_directories(args)
+
+
+# --- help
+
+
+def test_every_flag_says_what_it_does_in_a_group_of_its_own():
+    parser = parser_of_train()
+    titles = [group.title for group in parser._action_groups if group._group_actions]
+    assert titles == [
+        "options",
+        "model and task",
+        "rollout",
+        "training",
+        "loss",
+        "score centering",
+        "layout",
+        "output, checkpoints and comparison",
+    ]
+    ungrouped = [action.dest for action in parser._optionals._group_actions]
+    assert ungrouped == ["help"]
+    assert not [action.dest for action in parser._actions if not action.help]
+    text = " ".join(parser.format_help().split())
+    assert all(action.option_strings[0] in text for action in parser._actions)
+
+
+def test_defaults_pass_and_are_stated_as_they_are():
+    """A default that help states differently from what the parser uses would mislead."""
+    for action in parser_of_train()._actions:
+        if "(default: %(default)s" in action.help or action.help.startswith("default: %(default)s"):
+            assert action.default is not None and action.default is not argparse.SUPPRESS, action.dest
+    validate_train_arguments(parse(*BASE))
