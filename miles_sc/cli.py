@@ -80,6 +80,8 @@ def _make_model_flags(parser: argparse.ArgumentParser) -> None:
     add("--rm-type", metavar="RULE", help="reward rule of --prompt-data: exact, number or contains")
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--warm-up-steps", type=int, default=400, metavar="N", help="supervised steps before RL (default: %(default)s)")
+    add("--batch-size", type=int, default=128, metavar="N", help="problems per warm-up step (default: %(default)s)")
+    add("--learning-rate", type=float, default=3e-3, metavar="X", help="largest rate of the warm-up (default: %(default)s)")
     add("--hidden-size", type=int, default=128, metavar="N", help="default: %(default)s")
     add("--layers", type=int, default=2, metavar="N", help="default: %(default)s")
     add("--vocabulary", type=int, default=512, metavar="N", help="most entries of the tokenizer (default: %(default)s)")
@@ -111,6 +113,8 @@ def _make_model(args: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         task=task,
         seed=args.seed,
         steps=args.warm_up_steps,
+        batch_size=args.batch_size,
+        learning_rate=args.learning_rate,
         hidden_size=args.hidden_size,
         layers=args.layers,
         vocabulary=args.vocabulary,

@@ -260,6 +260,18 @@ def test_off_the_support_the_gradient_is_exactly_zero(mode):
     assert gradient[off].abs().max() == 0 and gradient[~off].abs().max() > 0
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_rounding_of_a_recorded_support_is_no_tail(mode):
+    """A mass of 1 - 8e-5 passes validation; read as a tail it would be 80 times the trainer's floor."""
+    logits, batch, _ = problem(complete=True)
+    settings = LossSettings(score_centering=centering(importance_sampling=mode, **REPLAY))
+    whole, _, _ = run("score_centering", logits, batch, settings)
+    short = dataclasses.replace(batch, candidate_log_probs=batch.candidate_log_probs - 8e-5)
+    loss, _, metrics = run("score_centering", logits, short, settings)
+    assert metrics["sc_tail_ratio"].tolist() == [1] * ROWS and not metrics["sc_tail_floor_fraction"].any()
+    close(loss, whole, 1e-3)
+
+
 def test_shifted_rows_show_in_the_alignment_alarm():
     logits, batch, _ = problem(complete=True)
     shifted = dataclasses.replace(batch, token_ids=batch.token_ids.roll(1))
@@ -362,6 +374,14 @@ def test_observed_entropy_is_logged_and_not_trained(name):
     assert "entropy_loss" not in plain[2]
     assert torch.equal(plain[0], observed[0]) and torch.equal(plain[1], observed[1])
     close(observed[2]["entropy_loss"], dense_entropy(logits))
+
+
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize(("options", "has_graph"), [({"observe_entropy": True}, False), ({"entropy_coef": 0.1}, True)])
+def test_observed_entropy_keeps_no_graph(complete, options, has_graph):
+    logits, batch, _ = problem(complete=complete)
+    settings = LossSettings(score_centering=centering(**(REPLAY if complete else {})), **options)
+    assert score(logits.requires_grad_(), batch, settings, with_head=False).entropy.requires_grad is has_graph
 
 
 # --- reference KL

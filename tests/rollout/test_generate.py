@@ -85,7 +85,7 @@ def test_tokens_before_anyone_tracked_versions_have_none():
     assert samples[0].weight_versions == ["", "", "7"]
 
 
-@pytest.mark.parametrize(("reason", "truncated"), [("length", True), ("stop", False)])
+@pytest.mark.parametrize(("reason", "truncated"), [("length", True), ("stop", False), ("abort", False)])
 def test_truncated_means_stopped_by_its_length(reason, truncated):
     samples = fresh(1)
     generate(ScriptedEngine(answer(1) | {"finish_reason": {"type": reason}}), samples)
