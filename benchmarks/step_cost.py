@@ -57,9 +57,7 @@ def compare(args: argparse.Namespace) -> None:
     rollout = rollout_function(args, codec, backend.vocab_size)
     samples = rollout(configs[candidates])
     data = samples_to_train_data(samples, configs[candidates], vocab_size=backend.vocab_size)
-    step = shard(
-        data, world_size=1, global_batch_size=len(samples), per_token=True, max_tokens=args.max_tokens
-    )[0]
+    step = shard(data, world_size=1, global_batch_size=len(samples), per_token=True, max_tokens=args.max_tokens)[0]
     columns = dict(step.data, old_log_probs=step.data["rollout_log_probs"])
     without = {name: column for name, column in columns.items() if not name.startswith("rollout_topk")}
     settings = {k: LossSettings(score_centering=config) for k, config in configs.items()}
@@ -71,7 +69,9 @@ def compare(args: argparse.Namespace) -> None:
     contenders = {
         "policy_loss": lambda: backend.train_step(micro_batches(without), passes, loss_function("policy_loss"), settings[0]),
         "policy_loss with its forward pass": lambda: (
-            backend.score(micro_batches(without), lambda logits, batch: score(logits, batch, settings[0], with_head=False).sampled),
+            backend.score(
+                micro_batches(without), lambda logits, batch: score(logits, batch, settings[0], with_head=False).sampled
+            ),
             backend.train_step(micro_batches(without), passes, loss_function("policy_loss"), settings[0]),
         ),
         "score_centering": lambda: backend.train_step(

@@ -36,8 +36,8 @@ def main() -> None:
     parser.add_argument("--task", required=True, metavar="NAME")
     parser.add_argument("--task-option", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--output-dir", default="runs/drift_walk", metavar="DIR")
-    parser.add_argument("--num-rollout", type=int, default=60, metavar="N")
-    parser.add_argument("--lr", type=float, default=0.3)
+    parser.add_argument("--num-rollout", type=int, default=20, metavar="N")
+    parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--seeds", type=int, default=3, metavar="N")
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
     parser.add_argument("--rewards", nargs="+", choices=REWARDS, default=list(REWARDS))
@@ -46,9 +46,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.seeds, args.samplers, args.rewards, args.arms = 1, ["unbiased", "noise"], ["-1"], ",".join(QUICK_ARMS)
-    vocabulary = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())["vocab_size"]
-    arms = args.arms or ",".join(all_arms(vocabulary))
-    for sampler, reward, command in commands(args, arms):
+    for sampler, reward, command in commands(args):
         print(f"--- sampler {sampler}, reward {reward}", flush=True)
         if status := miles_sc(command):
             raise SystemExit(status)
@@ -58,14 +56,20 @@ def main() -> None:
     print(f"report: {write_report(Path(args.output_dir))}")
 
 
-def all_arms(vocabulary: int) -> list[str]:
+def arms(args: argparse.Namespace, sampler: str) -> str:
     """Plain policy gradient, its weights, centering at several K and with the full vocabulary, and both together."""
-    centered = [f"score_centering@{k}" for k in (8, 32, 128, vocabulary) if k <= vocabulary]
-    both = [f"score_centering+{weight}@{k}" for weight in ("tis", "mis") for k in (min(128, vocabulary), vocabulary)]
-    return ["policy_loss", "tis", "mis", *centered, *both]
+    if args.arms:
+        return args.arms
+    vocabulary = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())["vocab_size"]
+    whole = f"score_centering@{vocabulary}"
+    if sampler == "unbiased":
+        return f"policy_loss,{whole}"  # the floor; weights are 1 here
+    centered = [f"score_centering@{k}" for k in (8, 32, 128) if k < vocabulary]
+    both = [f"score_centering+{weight}@{vocabulary}" for weight in ("tis", "mis")]
+    return ",".join(["policy_loss", "tis", "mis", *centered, whole, *both])
 
 
-def commands(args: argparse.Namespace, arms: str) -> Iterator[tuple[str, str, list[str]]]:
+def commands(args: argparse.Namespace) -> Iterator[tuple[str, str, list[str]]]:
     """One comparison per sampler and reward."""
     for sampler in args.samplers:
         for reward in args.rewards:
@@ -73,11 +77,11 @@ def commands(args: argparse.Namespace, arms: str) -> Iterator[tuple[str, str, li
             for option in args.task_option:
                 command += ["--task-option", option]
             command += ["--rm-type", f"constant:{reward}", "--disable-rewards-normalization", "--calculate-per-token-loss"]
-            command += ["--num-rollout", str(args.num_rollout), "--rollout-batch-size", "32", "--n-samples-per-prompt", "8"]
-            command += ["--rollout-max-response-len", "16", "--rollout-top-logprobs-num", "128", "--eval-interval", "20"]
+            command += ["--num-rollout", str(args.num_rollout), "--rollout-batch-size", "16", "--n-samples-per-prompt", "8"]
+            command += ["--rollout-max-response-len", "16", "--rollout-top-logprobs-num", "128", "--eval-interval", "10"]
             command += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
             command += ["--optimizer", "sgd", "--lr", str(args.lr), "--clip-grad", "0"]
-            command += ["--compare", arms, "--compare-seeds", str(args.seeds), *SAMPLERS[sampler]]
+            command += ["--compare", arms(args, sampler), "--compare-seeds", str(args.seeds), *SAMPLERS[sampler]]
             yield sampler, reward, [*command, "--output-dir", str(Path(args.output_dir) / f"{sampler}_{reward}")]
 
 

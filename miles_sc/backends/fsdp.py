@@ -50,7 +50,8 @@ class FsdpBackend:
         """
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self.world_size = dist.get_world_size()
-        self.clip_grad = optimizer.clip_grad
+        self.settings = optimizer
+        self.steps = 0
         self.recompute_loss = recompute_loss
         self.model = _sharded_model(model_path, self.device, bf16=bf16, gradient_checkpointing=gradient_checkpointing)
         self._response_rows = _ResponseRows(self.model)
@@ -98,8 +99,9 @@ class FsdpBackend:
             metrics.add(output.token_metrics, micro_batch.loss)
         _raise_on_every_rank(guard, self.device)
         norm = self._clip_gradient()
+        lr = self._next_learning_rate()
         self.optimizer.step()
-        return metrics.reduce() | {"grad_norm": norm}
+        return metrics.reduce() | {"grad_norm": norm, "lr": lr}
 
     def _loss(self, logits, batch, loss_function, settings, guard) -> LossOutput:
         if not self.recompute_loss:
@@ -108,8 +110,15 @@ class FsdpBackend:
         guards = itertools.chain([guard], itertools.repeat(FiniteGuard()))
         return checkpoint(lambda scores: loss_function(batch, scores, settings, next(guards)), logits, use_reentrant=False)
 
+    def _next_learning_rate(self) -> float:
+        self.steps += 1
+        lr = self.settings.lr * min(1.0, self.steps / max(self.settings.lr_warmup_iters, 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
     def _clip_gradient(self) -> float:
-        limit = self.clip_grad if self.clip_grad > 0 else math.inf
+        limit = self.settings.clip_grad if self.settings.clip_grad > 0 else math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not math.isfinite(norm):
@@ -145,9 +154,14 @@ class FsdpBackend:
         dcp.load(state, checkpoint_id=str(directory))
         set_model_state_dict(self.model, state["model"])
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        self.steps = int(state["steps"])
 
     def _state(self) -> dict:
-        return {"model": get_model_state_dict(self.model), "optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+            "steps": torch.tensor(self.steps),
+        }
 
     def _materialize_optimizer_state(self) -> None:
         # an optimizer that has never stepped has no state to load into

@@ -95,7 +95,8 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     add("--use-dynamic-batch-size", action="store_true", help="fill forward passes up to --max-tokens-per-gpu instead")
     add("--max-tokens-per-gpu", type=int, metavar="N", help="padded tokens per forward pass")
     add("--optimizer", choices=("adam", "sgd"), default="adam", help="AdamW or plain SGD (default: %(default)s)")
-    add("--lr", type=float, default=1e-6, help="constant learning rate (default: %(default)s)")
+    add("--lr", type=float, default=1e-6, help="learning rate (default: %(default)s)")
+    add("--lr-warmup-iters", type=int, default=0, metavar="N", help="optimizer steps of linear warm-up (default: %(default)s)")
     add("--weight-decay", type=float, default=0.0, help="default: %(default)s")
     add("--adam-beta1", type=float, default=0.9, help="default: %(default)s")
     add("--adam-beta2", type=float, default=0.999, help="default: %(default)s")
@@ -237,7 +238,7 @@ def _checked(action: argparse.Action, value: Any, where: str) -> Any:
 _AT_LEAST = {
     "num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 1, "rollout_max_response_len": 1, "held_out": 1,
     "rollout_staleness": 0, "micro_batch_size": 1, "max_tokens_per_gpu": 1, "global_batch_size": 1, "num_steps_per_rollout": 1,
-    "actor_num_gpus_per_node": 1, "eval_interval": 0, "save_interval": 1, "compare_seeds": 1, "rollout_seed": 0,
+    "actor_num_gpus_per_node": 1, "eval_interval": 0, "save_interval": 1, "compare_seeds": 1, "rollout_seed": 0, "lr_warmup_iters": 0,
 }  # fmt: skip
 
 

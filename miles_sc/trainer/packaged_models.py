@@ -4,7 +4,7 @@ import importlib.metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_sc.trainer.tiny_model import whole_directory
+from miles_sc.trainer.tiny_model import no_progress_bars, whole_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,10 +27,11 @@ def load_packaged_smollm2(output: Path) -> Path:
         raise ValueError(f"--output {output} exists and holds no model; remove it or name a new directory")
     gguf = _packaged_gguf()
     try:
-        tokenizer, model = _read_gguf(gguf)
+        with no_progress_bars():
+            tokenizer, model = _read_gguf(gguf)
     except (ImportError, ValueError) as error:
         raise ValueError(f"{gguf.name} cannot be read: {error}; {SMOLLM2_INSTALL}") from error
-    with whole_directory(output) as unfinished:
+    with whole_directory(output) as unfinished, no_progress_bars():
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
     return output

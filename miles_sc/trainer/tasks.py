@@ -93,7 +93,8 @@ def load_task(
         if task_options:
             raise ValueError(f"--task-option {', '.join(task_options)} needs --task; --prompt-data has no options")
         source = JsonlProblems(Path(prompt_data), input_key, label_key, rm_type, seed=seed, held_out=held_out)
-    return Task(name=task or str(prompt_data), source=source, reward=_reward(source, rm_type), held_out=held_out)
+    name = " ".join([task or str(prompt_data), *(f"{key}={value}" for key, value in (task_options or {}).items())])
+    return Task(name=name, source=source, reward=_reward(source, rm_type), held_out=held_out)
 
 
 def task_names() -> list[str]:

@@ -76,13 +76,16 @@ def make_tiny_model(
         "steps": steps,
         "batch_size": batch_size,
         "learning_rate": learning_rate,
+        "hidden_size": hidden_size,
+        "layers": layers,
+        "heads": heads,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "vocabulary": len(tokenizer),
         "warm_up_loss": loss,
         "warm_up_seconds": round(time.monotonic() - started, 2),
         **measure_greedy(model, tokenizer, task, max_new_tokens=max_new_tokens),
     }
-    with whole_directory(output) as unfinished:
+    with whole_directory(output) as unfinished, no_progress_bars():
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         (unfinished / "miles_sc.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -253,3 +256,17 @@ def whole_directory(output: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keeps transformers from drawing bars while it reads or writes weights."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -67,14 +67,19 @@ def test_the_directory_loads_and_tells_its_recipe(made):
     assert [path.name for path in output.parent.iterdir()] == ["tiny"]
 
 
+def test_nothing_is_printed(task, tmp_path, capfd):
+    summary = make_tiny_model(tmp_path / "tiny", task=task, seed=0, **SMALL | {"steps": 1})
+    assert capfd.readouterr() == ("", "")
+    assert summary["task"] == "chain_sum min_terms=1 max_terms=1 max_digits=3"
+
+
 def test_the_same_seed_gives_the_same_weights(made, task, tmp_path):
     before = torch.get_rng_state()
     make_tiny_model(tmp_path / "again", task=task, seed=0, **SMALL)
     assert torch.equal(torch.get_rng_state(), before)
     make_tiny_model(tmp_path / "other", task=task, seed=1, **SMALL)
     first, again, other = (
-        AutoModelForCausalLM.from_pretrained(path).state_dict()
-        for path in (made[0], tmp_path / "again", tmp_path / "other")
+        AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (made[0], tmp_path / "again", tmp_path / "other")
     )
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)

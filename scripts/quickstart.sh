@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Sets up the environment if need be, makes a small language model, trains it by RL against an int4-quantised sampler with
+# policy_loss and with score_centering, walks the drift walk, and prints where the report is. Arguments go to `miles-sc train`.
+set -euo pipefail
+source "$(dirname "$0")/environment.sh"
+# spinning threads would take the cores from whoever has work
+export OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+output=${MILES_SC_OUTPUT:-runs/quickstart}
+task=(--task spell_backward --task-option max_word_len=5)
+
+if [ ! -f "$output/model/config.json" ]; then
+  mkdir -p "$output"
+  miles-sc make-model "${task[@]}" --output "$output/model" \
+    --warm-up-steps 300 --batch-size 32 --learning-rate 1e-3 --vocabulary 300
+fi
+
+miles-sc train --hf-checkpoint "$output/model" "${task[@]}" --output-dir "$output/report/training" \
+  --compare policy_loss,score_centering --rollout-mismatch int4 \
+  --rollout-top-logprobs-num 128 --use-rollout-logprobs --disable-grpo-std-normalization --calculate-per-token-loss \
+  --num-rollout 40 --rollout-batch-size 64 --n-samples-per-prompt 8 --rollout-max-response-len 12 \
+  --use-dynamic-batch-size --max-tokens-per-gpu 8192 --lr 3e-4 --lr-warmup-iters 10 --adam-beta2 0.98 "$@"
+
+python examples/drift_walk.py --quick --hf-checkpoint "$output/model" "${task[@]}" --output-dir "$output/report/drift"
+
+miles-sc report "$output/report"
