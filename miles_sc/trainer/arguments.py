@@ -238,7 +238,8 @@ def _checked(action: argparse.Action, value: Any, where: str) -> Any:
 _AT_LEAST = {
     "num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 1, "rollout_max_response_len": 1, "held_out": 1,
     "rollout_staleness": 0, "micro_batch_size": 1, "max_tokens_per_gpu": 1, "global_batch_size": 1, "num_steps_per_rollout": 1,
-    "actor_num_gpus_per_node": 1, "eval_interval": 0, "save_interval": 1, "compare_seeds": 1, "rollout_seed": 0, "lr_warmup_iters": 0,
+    "actor_num_gpus_per_node": 1, "eval_interval": 0, "save_interval": 1, "compare_seeds": 1, "rollout_seed": 0,
+    "lr_warmup_iters": 0,
 }  # fmt: skip
 
 
