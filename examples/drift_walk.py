@@ -82,7 +82,7 @@ def commands(args: argparse.Namespace) -> Iterator[tuple[str, str, list[str]]]:
             command += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
             command += ["--optimizer", "sgd", "--lr", str(args.lr), "--clip-grad", "0"]
             command += ["--compare", arms(args, sampler), "--compare-seeds", str(args.seeds), *SAMPLERS[sampler]]
-            yield sampler, reward, [*command, "--output-dir", str(Path(args.output_dir) / f"{sampler}_{reward}")]
+            yield sampler, reward, [*command, "--overwrite", "--output-dir", str(Path(args.output_dir) / f"{sampler}_{reward}")]
 
 
 def print_distances(root: Path) -> None:

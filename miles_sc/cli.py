@@ -57,7 +57,7 @@ def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     runs = planned_runs(args)
     for own, directory, _ in runs:
         check_model_directories(own)
-        directory.check_writable()
+        directory.claim()
     try:
         with ray_session(), Actors(args.actor_num_gpus_per_node, overlapping=args.train_async) as actors:
             for own, directory, title in runs:

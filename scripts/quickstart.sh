@@ -15,7 +15,7 @@ if [ ! -f "$output/model/config.json" ]; then
     --warm-up-steps 300 --batch-size 32 --learning-rate 1e-3 --vocabulary 300
 fi
 
-miles-sc train --hf-checkpoint "$output/model" "${task[@]}" --output-dir "$output/report/training" \
+miles-sc train --hf-checkpoint "$output/model" "${task[@]}" --output-dir "$output/report/training" --overwrite \
   --compare policy_loss,score_centering --rollout-mismatch int4 \
   --rollout-top-logprobs-num 128 --use-rollout-logprobs --disable-grpo-std-normalization --calculate-per-token-loss \
   --num-rollout 40 --rollout-batch-size 64 --n-samples-per-prompt 8 --rollout-max-response-len 12 \

@@ -139,7 +139,7 @@ def _add_loss(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="rows scored at a time; -1 suits the device (default: %(default)s)",
     )
-    add("--ci-test", action="store_true", help="additional slow self-checks")
+    add("--ci-test", action="store_true", help="check scoring against a dense float64 softmax on every rollout")
 
 
 def _add_layout(group: argparse._ArgumentGroup) -> None:
@@ -161,6 +161,8 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--output-dir", default="runs/train", metavar="DIR", help="metrics, report and checkpoints go here (default: %(default)s)"
     )
     add("--save", metavar="DIR", help="checkpoints (default: <output-dir>/checkpoints)")
+    add("--save-hf", metavar="DIR", help="write the trained model here at the end, as a Hugging Face directory")
+    add("--overwrite", action="store_true", help="replace the run that --output-dir holds")
     add("--save-interval", type=int, metavar="N", help="rollouts between checkpoints (default: only at the end and on Ctrl-C)")
     add("--load", metavar="DIR", help="continue from the newest checkpoint there")
     add(

@@ -1,9 +1,7 @@
 """Checkpoints of a run: complete or not there at all, and enough to continue to the bit."""
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
+
+from miles_sc.trainer.files import whole_directory, write_whole
 
 _NAME = re.compile(r"step_(\d+)")
 
@@ -42,25 +42,19 @@ def new_checkpoint(root: Path, next_rollout: int, *, settings: Mapping[str, obje
     Args:
         settings: what a continued run must repeat to be the same run.
     """
-    final = root / f"step_{next_rollout:06d}"
-    partial = root / f".{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        checkpoint = Checkpoint(partial, next_rollout)
-        yield checkpoint
-        (partial / "trainer.json").write_text(json.dumps({"next_rollout": next_rollout, "settings": dict(settings)}, indent=2))
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(partial, final)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with whole_directory(root / f"step_{next_rollout:06d}") as unfinished:
+        yield Checkpoint(unfinished, next_rollout)
+        write_whole(unfinished / "trainer.json", json.dumps({"next_rollout": next_rollout, "settings": dict(settings)}, indent=2))
 
 
 def save_older_weights(checkpoint: Checkpoint, version: int, weights: Mapping[str, np.ndarray]) -> None:
     """Keeps an earlier version of the weights in a checkpoint that is being written."""
     save_file(dict(weights), checkpoint.directory / f"weights_{version}.safetensors")
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """The complete checkpoints below ``root``."""
+    return [path for path in root.glob("step_*") if _NAME.fullmatch(path.name) and (path / "trainer.json").is_file()]
 
 
 def newest_checkpoint(root: Path, *, settings: Mapping[str, object]) -> Checkpoint:
@@ -69,7 +63,7 @@ def newest_checkpoint(root: Path, *, settings: Mapping[str, object]) -> Checkpoi
     Raises:
         ValueError: there is none, or it was written under other settings, which are named.
     """
-    found = [path for path in root.glob("step_*") if _NAME.fullmatch(path.name) and (path / "trainer.json").is_file()]
+    found = checkpoints(root)
     if not found:
         raise ValueError(f"--load {root}: no checkpoint there; give the directory that --save named, or leave --load out")
     newest = max(found, key=lambda path: int(_NAME.fullmatch(path.name).group(1)))

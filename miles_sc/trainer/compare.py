@@ -43,8 +43,8 @@ def planned_runs(args: argparse.Namespace) -> list[tuple[argparse.Namespace, Run
     if not args.compare:
         name = args.loss_type
         return [(args, RunDirectory(root, args, arm=name), name)]
-    if args.load or args.save:
-        raise ValueError("--compare with --load or --save: each arm keeps its own checkpoints; leave them out")
+    if args.load or args.save or args.save_hf:
+        raise ValueError("--compare with --load, --save or --save-hf: each arm keeps its own checkpoints; leave them out")
     runs = []
     arms = [arm.strip() for arm in args.compare.split(",")]
     for arm in arms:

@@ -57,7 +57,7 @@ class _Run:
         # rollout t samples with version max(0, t - lag): the version number is how many rollouts it was trained on
         self.lag = args.rollout_staleness + int(args.train_async)
         self.versions: deque[tuple[int, Any]] = deque(maxlen=self.lag + 1)
-        self.save_root = Path(args.save) if args.save else directory.path / "checkpoints"
+        self.save_root = directory.checkpoints
 
     def begin(self, checkpoint) -> None:
         """Restores a checkpoint, or evaluates where the run starts from."""
@@ -88,6 +88,8 @@ class _Run:
             due = args.save_interval and (number + 1) % args.save_interval == 0
             if due or last or stop.requested:
                 self._save(number + 1)
+            if last and args.save_hf:
+                self._save_model(Path(args.save_hf))
             if stop.requested and not last:
                 raise Interrupted(
                     f"stopped after rollout {number + 1} of {args.num_rollout}; continue with --load {self.save_root}"
@@ -122,6 +124,11 @@ class _Run:
                 if version < next_rollout:
                     save_older_weights(checkpoint, version, ray.get(weights))
         self.progress.note(f"checkpoint of {next_rollout} rollouts in {self.save_root}")
+
+    def _save_model(self, directory: Path) -> None:
+        version, weights = self.versions[-1]
+        ray.get(self.actors.rollout.save_model.remote(weights, str(version), str(directory)))
+        self.progress.note(f"trained model in {directory}")
 
 
 class StopRequests:

@@ -4,7 +4,8 @@ import importlib.metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_sc.trainer.tiny_model import no_progress_bars, whole_directory
+from miles_sc.trainer.files import whole_directory
+from miles_sc.trainer.tiny_model import no_progress_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

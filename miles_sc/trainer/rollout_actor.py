@@ -3,6 +3,7 @@
 import argparse
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from miles_sc.rollout.generate import generate_responses, greedy_responses
 from miles_sc.rollout.sample import Sample
 from miles_sc.trainer.arguments import global_batch_size
 from miles_sc.trainer.drift import DriftProbe
+from miles_sc.trainer.files import whole_directory
 from miles_sc.trainer.prompts import PromptCodec
 from miles_sc.trainer.tasks import Problem, load_task, parse_task_options
 
@@ -125,6 +127,13 @@ class RolloutActor:
         )
         rewards = [self._task.reward(problem, text) for problem, text in zip(self._held_out, texts, strict=True)]
         return {"eval/reward": float(np.mean(rewards)), "eval/kl_from_start": self._probe.measure()}
+
+    def save_model(self, weights: dict[str, np.ndarray], version: str, directory: str) -> None:
+        """Writes the clean policy as a Hugging Face directory, tokenizer included."""
+        self._clean_engine.update_weights(weights, version)
+        with whole_directory(Path(directory)) as unfinished:
+            self._clean_model.save_pretrained(unfinished)
+            self._codec.tokenizer.save_pretrained(unfinished)
 
     def _load_model(self) -> PreTrainedModel:
         model = load_causal_lm(self._args.hf_checkpoint, dtype=torch.bfloat16 if self._args.bf16 else torch.float32)

@@ -2,9 +2,12 @@
 
 import argparse
 import json
-import os
+import shutil
 import tempfile
 from pathlib import Path
+
+from miles_sc.trainer.checkpoint import checkpoints
+from miles_sc.trainer.files import write_whole
 
 
 class RunDirectory:
@@ -14,18 +17,35 @@ class RunDirectory:
         self.path, self._args, self._arm = path, args, arm
         self._writer = None
 
-    def check_writable(self) -> None:
-        """Creates the directory and tries to write there.
+    @property
+    def checkpoints(self) -> Path:
+        """Where this run's checkpoints go."""
+        return Path(self._args.save) if self._args.save else self.path / "checkpoints"
+
+    def claim(self) -> None:
+        """Creates the directory and makes sure that a new run mixes with no other.
 
         Raises:
-            ValueError: it cannot be written.
+            ValueError: it cannot be written, or holds another run.
         """
+        if not self._args.load:
+            self._part_from_other_runs()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
         except OSError as error:
             raise ValueError(f"--output-dir {self.path}: cannot be written ({error.strerror}); give a folder that can") from error
+
+    def _part_from_other_runs(self) -> None:
+        others = [path for path in (self.path / "metrics.jsonl", *checkpoints(self.checkpoints)) if path.exists()]
+        if others and not self._args.overwrite:
+            raise ValueError(
+                f"--output-dir {self.path}: {others[0]} belongs to another run; continue it with --load "
+                f"{self.checkpoints}, replace it with --overwrite, or choose another folder"
+            )
+        for path in others:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def start(self, first_rollout: int) -> None:
         """Begins the records; a continued run drops those of rollouts that it will repeat."""
@@ -35,8 +55,8 @@ class RunDirectory:
             # a killed run may have left half a line, of a rollout that no checkpoint holds
             lines = [line for line in metrics.read_text().splitlines() if line.endswith("}")]
             kept = [line for line in lines if json.loads(line)["step"] < first_rollout]
-        _write_whole(metrics, "".join(f"{line}\n" for line in kept))
-        _write_whole(self.path / "run.json", json.dumps(self._description(), indent=2))
+        write_whole(metrics, "".join(f"{line}\n" for line in kept))
+        write_whole(self.path / "run.json", json.dumps(self._description(), indent=2))
         if self._args.use_tensorboard:
             self._writer = _tensorboard_writer(self.path)
 
@@ -58,13 +78,6 @@ class RunDirectory:
             "rollouts": self._args.num_rollout,
             "args": vars(self._args),
         }
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """All of it or nothing."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    os.replace(partial, path)
 
 
 def _tensorboard_writer(path: Path):

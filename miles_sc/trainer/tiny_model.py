@@ -6,13 +6,12 @@ It continues a prompt with a space and the answer, so it needs no chat template;
 import contextlib
 import json
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from miles_sc.trainer.files import whole_directory
 from miles_sc.trainer.tasks import Problem
 
 if TYPE_CHECKING:
@@ -242,20 +241,6 @@ def _completion(problem: Problem) -> str:
 
 def _text(problem: Problem) -> str:
     return problem.prompt + _completion(problem)
-
-
-@contextlib.contextmanager
-def whole_directory(output: Path) -> Iterator[Path]:
-    """A scratch directory that takes the name ``output`` when the block succeeds, and is removed when it fails."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
-        yield unfinished
-        unfinished.chmod(0o755)
-        unfinished.rename(output)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 @contextlib.contextmanager

@@ -68,6 +68,8 @@ class TrainActor:
         started = time.perf_counter()
         shard: Shard = ray.get(shards[self._rank])
         data = dict(shard.data)
+        if self._args.ci_test:
+            self._check_scoring(data, shard.steps[0][:1])
         self._add_policy_log_probs(data, shard.steps)
         metrics = combine_steps(
             [
@@ -87,6 +89,18 @@ class TrainActor:
                 data["old_log_probs"] = self._scored(self._backend, data, passes, self._policy_log_probs)
         if self._reference is not None:
             data["ref_log_probs"] = self._scored(self._reference, data, passes, self._reference_log_probs)
+
+    def _check_scoring(self, data: dict[str, list], passes: list[list[int]]) -> None:
+        """``--ci-test``: the first micro-batch's sampled log-probs against a dense float64 softmax."""
+
+        def difference(logits: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+            dense = torch.log_softmax(logits.double() / self._settings.score_centering.temperature, dim=-1)
+            dense = dense.gather(1, batch.token_ids[:, None])[:, 0]
+            return (full_vocabulary_log_probs(logits, batch, self._settings) - dense).abs()
+
+        (differences,) = self._backend.score(self._micro_batches(data, passes), difference)
+        if differences.numel() and not differences.max() < 1e-4:
+            raise ValueError(f"--ci-test: candidate scoring is {float(differences.max())} off a dense softmax; this is a bug")
 
     def _scored(self, backend: FsdpBackend, data: dict[str, list], passes: list[list[int]], function) -> list:
         """float32 ``[R]`` of each sample of the shard."""

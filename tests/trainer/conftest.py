@@ -75,7 +75,7 @@ def run(base_flags, tmp_path):
         args = parser.parse_args([*base_flags, "--output-dir", str(output), *flags])
         finish_train_arguments(args, parser)
         directory = RunDirectory(output, args, arm=args.loss_type)
-        directory.check_writable()
+        directory.claim()
         train(args, directory, actors, title=name)
         return read_records(output)
 

@@ -10,7 +10,8 @@ from miles_sc.trainer.run_directory import RunDirectory
 
 
 def arguments(**values):
-    return argparse.Namespace(**{"use_tensorboard": False, "rm_type": None, "rollout_seed": 5, "num_rollout": 3, **values})
+    defaults = {"use_tensorboard": False, "rm_type": None, "rollout_seed": 5, "num_rollout": 3}
+    return argparse.Namespace(**{**defaults, "load": None, "save": None, "overwrite": False, **values})
 
 
 def run_directory(path, **values):
@@ -25,7 +26,7 @@ def records(path):
     ("rm_type", "kind"), [(None, "reward"), ("exact", "reward"), ("constant:-1", "drift"), ("constant:1", "drift")]
 )
 def test_run_json_says_what_ran(tmp_path, rm_type, kind):
-    run_directory(tmp_path / "new" / "run", rm_type=rm_type).check_writable()
+    run_directory(tmp_path / "new" / "run", rm_type=rm_type).claim()
     run_directory(tmp_path / "new" / "run", rm_type=rm_type).start(0)
     assert json.loads((tmp_path / "new" / "run" / "run.json").read_text()) == {
         "arm": "score_centering+tis",
@@ -82,12 +83,12 @@ def test_an_unwritable_folder_is_named(tmp_path, below):
     (tmp_path / "file").write_text("keep")
     path = tmp_path / "file" / below
     with pytest.raises(ValueError, match="--output-dir .*file.*: cannot be written .*; give a folder that can"):
-        run_directory(path).check_writable()
+        run_directory(path).claim()
     assert (tmp_path / "file").read_text() == "keep"
 
 
 def test_the_check_leaves_no_file(tmp_path):
-    run_directory(tmp_path / "run").check_writable()
+    run_directory(tmp_path / "run").claim()
     assert not list((tmp_path / "run").iterdir())
 
 
@@ -111,3 +112,18 @@ def test_missing_tensorboard_names_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"--use-tensorboard: tensorboard is not installed; pip install 'miles-sc\[report\]'"):
         run_directory(tmp_path, use_tensorboard=True).start(0)
+
+
+def test_a_new_run_does_not_mix_with_another(tmp_path):
+    (tmp_path / "checkpoints/step_000009").mkdir(parents=True)
+    (tmp_path / "checkpoints/step_000009/trainer.json").write_text("{}")
+    with pytest.raises(ValueError, match="belongs to another run.*--load.*--overwrite"):
+        run_directory(tmp_path).claim()
+    run_directory(tmp_path, load=str(tmp_path / "checkpoints")).claim()
+    assert (tmp_path / "checkpoints/step_000009").exists()
+    # its checkpoint is newer than any of the new run's first ones, and --load would take it
+    run_directory(tmp_path, overwrite=True).claim()
+    assert not (tmp_path / "checkpoints/step_000009").exists()
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="metrics.jsonl belongs to another run"):
+        run_directory(tmp_path).claim()

@@ -108,6 +108,17 @@ def test_a_constant_reward_with_rewards_as_they_are(alone, run):
     assert record["rollout/reward"] == -1 and record["train/grad_norm"] > 0
 
 
+def test_the_trained_model_is_a_hugging_face_directory(alone, run, tmp_path):
+    """What is written is the clean policy: training from it starts where the run ended."""
+    ended = run(alone, *CENTERED, "--save-hf", str(tmp_path / "model"), name="first")[-1]
+    started = run(alone, *CENTERED, "--hf-checkpoint", str(tmp_path / "model"), "--num-rollout", "1", name="second")[0]
+    assert started["eval/reward"] == ended["eval/reward"] and ended["eval/kl_from_start"] > 0
+
+
+def test_the_self_check_of_a_ci_run_passes(alone, run):
+    assert without_times(run(alone, *CENTERED, name="plain")) == without_times(run(alone, *CENTERED, "--ci-test", name="checked"))
+
+
 def test_tensorboard_events_are_written(alone, run, tmp_path):
     run(alone, *CENTERED, "--use-tensorboard")
     assert list((tmp_path / "run/tensorboard").glob("events*"))
