@@ -78,7 +78,7 @@ def commands(args: argparse.Namespace) -> Iterator[tuple[str, str, list[str]]]:
                 command += ["--task-option", option]
             command += ["--rm-type", f"constant:{reward}", "--disable-rewards-normalization", "--calculate-per-token-loss"]
             command += ["--num-rollout", str(args.num_rollout), "--rollout-batch-size", "16", "--n-samples-per-prompt", "8"]
-            command += ["--rollout-max-response-len", "16", "--rollout-top-logprobs-num", "128", "--eval-interval", "10"]
+            command += ["--rollout-max-response-len", "16", "--rollout-top-logprobs-num", "128", "--eval-interval", "5"]
             command += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
             command += ["--optimizer", "sgd", "--lr", str(args.lr), "--clip-grad", "0"]
             command += ["--compare", arms(args, sampler), "--compare-seeds", str(args.seeds), *SAMPLERS[sampler]]
