@@ -46,13 +46,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.seeds, args.samplers, args.rewards, args.arms = 1, ["unbiased", "noise"], ["-1"], ",".join(QUICK_ARMS)
-    for sampler, reward, command in commands(args):
-        print(f"--- sampler {sampler}, reward {reward}", flush=True)
-        if status := miles_sc(command):
+    for directory, command in commands(args):
+        print(f"--- {directory.name}", flush=True)
+        if status := miles_sc([*command, "--output-dir", str(directory)]):
             raise SystemExit(status)
-    for checkpoints in Path(args.output_dir).glob("*/*/checkpoints"):
-        shutil.rmtree(checkpoints)  # hundreds of short runs, of which only the distances matter
-    print_distances(Path(args.output_dir))
+        for checkpoints in directory.glob("*/checkpoints"):
+            shutil.rmtree(checkpoints)  # hundreds of short runs, of which only the distances matter
+        print_distances(directory)
     print(f"report: {write_report(Path(args.output_dir))}")
 
 
@@ -69,8 +69,8 @@ def arms(args: argparse.Namespace, sampler: str) -> str:
     return ",".join(["policy_loss", "tis", "mis", *centered, whole, *both])
 
 
-def commands(args: argparse.Namespace) -> Iterator[tuple[str, str, list[str]]]:
-    """One comparison per sampler and reward."""
+def commands(args: argparse.Namespace) -> Iterator[tuple[Path, list[str]]]:
+    """One comparison per sampler and reward, with the directory that it fills."""
     for sampler in args.samplers:
         for reward in args.rewards:
             command = ["train", "--hf-checkpoint", args.hf_checkpoint, "--task", args.task]
@@ -82,17 +82,17 @@ def commands(args: argparse.Namespace) -> Iterator[tuple[str, str, list[str]]]:
             command += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
             command += ["--optimizer", "sgd", "--lr", str(args.lr), "--clip-grad", "0"]
             command += ["--compare", arms(args, sampler), "--compare-seeds", str(args.seeds), *SAMPLERS[sampler]]
-            yield sampler, reward, [*command, "--overwrite", "--output-dir", str(Path(args.output_dir) / f"{sampler}_{reward}")]
+            yield Path(args.output_dir) / f"{sampler}_{reward}", [*command, "--overwrite"]
 
 
-def print_distances(root: Path) -> None:
-    """Last KL from the start per sampler, reward and arm: mean and range over seeds, in nats per token."""
-    distances: dict[tuple[str, str], list[float]] = {}
-    for run in read_runs(root):
+def print_distances(directory: Path) -> None:
+    """Last KL from the start of each arm: mean and range over seeds, in nats per token."""
+    distances: dict[str, list[float]] = {}
+    for run in read_runs(directory):
         last = [record["eval/kl_from_start"] for record in run.records if "eval/kl_from_start" in record][-1]
-        distances.setdefault((run.directory.parent.name, run.arm), []).append(last)
-    for (setting, arm), values in sorted(distances.items()):
-        print(f"{setting:16} {arm:24} {statistics.mean(values):10.5f}  ({min(values):.5f} .. {max(values):.5f})")
+        distances.setdefault(run.arm, []).append(last)
+    for arm, values in distances.items():
+        print(f"{directory.name:16} {arm:24} {statistics.mean(values):10.5f}  ({min(values):.5f} .. {max(values):.5f})")
 
 
 if __name__ == "__main__":

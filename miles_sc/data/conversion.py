@@ -118,7 +118,7 @@ def _check_sample(sample: Sample, config: ScoreCenteringConfig, vocab_size: int 
         trained=trained,
         where=where,
     )
-    if config.mode == "support":
+    if config.mode == "support" and _compact_lengths(candidates, sample.rollout_sampling_mask) is None:
         _check_support(sample.rollout_sampling_mask, candidates, where)
 
 

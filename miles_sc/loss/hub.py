@@ -56,7 +56,6 @@ class LossSettings:
     log_probs_chunk_size: int = -1
     vocab_size: int | None = None
     tensor_parallel_group: dist.ProcessGroup | None = None
-    inplace_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ _LOSSES: dict[str, LossFunction] = {}
 
 
 def register_loss(name: str) -> Callable[[LossFunction], LossFunction]:
-    """Decorator: makes a loss selectable as ``--loss-type name``."""
+    """Decorator: :func:`loss_function` then finds a loss by this name."""
 
     def register(function: LossFunction) -> LossFunction:
         if name in _LOSSES:

@@ -45,7 +45,7 @@ class StepMetrics:
             w = rows["sc_importance_weight"]
             counted = (weights > 0).double()
             sums["_w"], sums["_w2"], sums["_n"] = (counted * w).sum(), (counted * w * w).sum(), counted.sum()
-            extremes = _extremes(rows, weights > 0)
+        extremes = _extremes(rows, weights > 0)
         _all_reduce(sums, dist.ReduceOp.SUM, group)
         _all_reduce(extremes, dist.ReduceOp.MAX, group)
         values = dict(zip([*sums, *extremes], torch.stack([*sums.values(), *extremes.values()]).tolist(), strict=True))
@@ -54,13 +54,16 @@ class StepMetrics:
 
 def _extremes(rows: Mapping[str, Tensor], counted: Tensor) -> dict[str, Tensor]:
     """Worst cases of this rank as maxima; a minimum is carried as the maximum of its negative."""
-    kept = {name: values[counted] for name, values in rows.items()}
-    nothing = next(iter(rows.values())).new_tensor(-torch.inf)
-    return (
-        {f"{name}_min": (-kept[name]).amax() if kept[name].numel() else nothing for name in _MIN}
-        | {f"{name}_max": kept[name].amax() if kept[name].numel() else nothing for name in _MAX}
-        | {f"{name}_p99": _percentile_99(kept[name]) if kept[name].numel() else nothing for name in _P99}
-    )
+    wanted = {f"{name}_min": -rows[name] for name in _MIN if name in rows}
+    wanted |= {f"{name}_max": rows[name] for name in _MAX if name in rows}
+    wanted |= {f"{name}_p99": rows[name] for name in _P99 if name in rows}
+    nothing = counted.new_full((), -torch.inf, dtype=torch.float64)
+    worst = {}
+    for name, values in wanted.items():
+        kept = values[counted]
+        of_many = _percentile_99 if name.endswith("_p99") else torch.amax
+        worst[name] = of_many(kept) if kept.numel() else nothing
+    return worst
 
 
 def _percentile_99(values: Tensor) -> Tensor:
@@ -79,21 +82,24 @@ def _all_reduce(values: dict[str, Tensor], op: dist.ReduceOp.RedOpType, group: d
 def _finish(values: dict[str, float]) -> dict[str, float]:
     if "_n" in values:
         readable, w, w2, n = (values.pop(name) for name in ("_readable", "_w", "_w2", "_n"))
-        values["sc_tail_ratio"] = values["sc_tail_ratio"] / readable if readable else 1.0
+        ratio = values.pop("sc_tail_ratio")
+        if readable:  # a ratio that nobody could read is not recorded
+            values["sc_tail_ratio"] = ratio / readable
         # Kish's effective sample size as a share of the tokens
         values["sc_ess"] = w * w / (n * w2) if n and w2 else 0.0
-        for name in _MIN:
-            values[f"{name}_min"] = -values[f"{name}_min"]
-        if not n:  # a step without a trained token has no worst case either
-            values.update({name: 0.0 for name in values if name.endswith(("_min", "_max", "_p99"))})
+    for name, value in values.items():
+        if name.endswith("_min"):
+            values[name] = -value
+        if name.endswith(("_min", "_max", "_p99")) and math.isinf(value):
+            values[name] = 0.0  # a step without a trained token has no worst case either
     return values
 
 
 def combine_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of a rollout from those of its optimizer steps: means, and the worst of worst cases."""
     combined = {}
-    for name in steps[0]:
-        values = [step[name] for step in steps]
+    for name in dict.fromkeys(name for step in steps for name in step):
+        values = [step[name] for step in steps if name in step]
         if name.endswith("_min"):
             combined[name] = min(values)
         elif name.endswith(("_max", "_p99")):

@@ -23,6 +23,7 @@ class _VocabularyShard:
 
     start: int
     width: int
+    vocab_size: int
     group: dist.ProcessGroup | None
 
     def max(self, rows: Tensor) -> Tensor:
@@ -119,6 +120,7 @@ def support_log_probs(
     support = torch.where(valid[:, 1:], scaled[:, 1:], -torch.inf)
     support = torch.where(valid[:, 1:].any(dim=1, keepdim=True), support, 0.0)
     log_probs = torch.where(valid, scaled - support.logsumexp(dim=1, keepdim=True), 0.0)
+    log_probs = log_probs.masked_fill(token_ids >= shard.vocab_size, torch.nan)
     if not with_entropy:
         return log_probs
     head = log_probs[:, 1:]
@@ -153,7 +155,7 @@ def _vocabulary_shard(
             "(-1 is an unused slot); is the sampler's tokenizer the trainer's?"
         )
     start = rank * columns
-    return _VocabularyShard(start, min(max(vocab_size - start, 0), columns), None if alone else group)
+    return _VocabularyShard(start, min(max(vocab_size - start, 0), columns), vocab_size, None if alone else group)
 
 
 def _chunk_rows(logits: Tensor) -> int:
@@ -231,6 +233,8 @@ class _SelectedLogProbs(torch.autograd.Function):
         # kept apart from the maximum to the end: their sum would be rounded at the logits' own scale
         top, log_sum = _combine(largest, kernel_log_sum, mass, shard)
         log_probs = torch.where(token_ids >= 0, (shard.sum(selected) - top[:, None]) - log_sum[:, None], 0.0)
+        # an id that no rank owns: refused on the CPU before, made loud where looking would wait for the device
+        log_probs.masked_fill_(token_ids >= shard.vocab_size, torch.nan)
 
         below_top = torch.where(largest == -torch.inf, largest, largest - top)
         kernel_to_true = (below_top + kernel_log_sum - log_sum).exp()  # from the kernel's softmax to p of the whole vocabulary

@@ -228,7 +228,7 @@ def _support_candidates(meta_info: Mapping[str, Any], rows: int, k: int) -> tupl
 
 
 def _log_probs_within_support(candidates: Candidates, token_ids: np.ndarray) -> np.ndarray:
-    """log q after filtering, float64 ``[n]``; NaN where the support lacks the token, which validation then names."""
+    """log q after filtering, float64 ``[n]``; a token that is not once in its support is an error."""
     matches = candidates.token_ids == token_ids[:, None]
     present = matches.sum(axis=1)
     if (present != 1).any():

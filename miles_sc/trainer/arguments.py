@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,39 @@ _AT_LEAST = {
 }  # fmt: skip
 
 
+# Flags that would be ignored in silence.
+_WITHOUT_EFFECT = (
+    ("--kl-loss-coef", "--use-kl-loss", lambda args: args.kl_loss_coef != 0 and not args.use_kl_loss),
+    ("--use-unbiased-kl", "--use-kl-loss", lambda args: args.use_unbiased_kl and not args.use_kl_loss),
+    ("--ref-load", "--use-kl-loss", lambda args: args.ref_load is not None and not args.use_kl_loss),
+    (
+        "--max-tokens-per-gpu", "--use-dynamic-batch-size",
+        lambda args: args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size,
+    ),
+    ("--compare-seeds", "--compare", lambda args: args.compare_seeds != 1 and args.compare is None),
+    (
+        "--score-centering-is", f"--loss-type {LOSS_TYPE} or --score-centering-observe",
+        lambda args: args.score_centering_is != "none" and args.loss_type != LOSS_TYPE
+        and not (args.score_centering_observe or args.compare),
+    ),
+)  # fmt: skip
+
+_NOT_NEGATIVE = ("lr", "weight_decay", "adam_eps", "clip_grad", "tis_clip_low")
+_FINITE = ("adam_beta1", "adam_beta2", "entropy_coef", "kl_loss_coef", "eps_clip", "eps_clip_high", "tis_clip")
+
+
+def _validate_numbers(args: argparse.Namespace) -> None:
+    for name in (*_NOT_NEGATIVE, *_FINITE):
+        value = getattr(args, name)
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{_flag(name)} {value}: set a finite number")
+        if name in _NOT_NEGATIVE and value < 0:
+            raise ValueError(f"{_flag(name)} {value}: set a number of at least 0")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(args, name) < 1:
+            raise ValueError(f"{_flag(name)} {getattr(args, name)}: set a number in [0, 1)")
+
+
 def validate_train_arguments(args: argparse.Namespace) -> None:
     """The start-up contract of the built-in trainer, after every override."""
     validate_score_centering_arguments(args)
@@ -261,7 +295,11 @@ def validate_train_arguments(args: argparse.Namespace) -> None:
         raise ValueError("give exactly one of --task and --prompt-data: what should the model learn?")
     parse_mismatch(args.rollout_mismatch)
     _validate_layout(args)
+    _validate_numbers(args)
     _validate_losses(args)
+    for flag, companion, is_set in _WITHOUT_EFFECT:
+        if is_set(args):
+            raise ValueError(f"{flag} has no effect without {companion}: add that, or leave {flag} out")
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if args.num_steps_per_rollout is not None and args.global_batch_size is not None:
         raise ValueError("give one of --global-batch-size and --num-steps-per-rollout: each follows from the other")
@@ -312,12 +350,8 @@ def _validate_losses(args: argparse.Namespace) -> None:
         raise ValueError(f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high}: set numbers above 0")
     if args.log_probs_chunk_size != -1 and args.log_probs_chunk_size < 1:
         raise ValueError(f"--log-probs-chunk-size {args.log_probs_chunk_size}: set a positive number of rows, or -1")
-    if args.kl_loss_coef != 0 and not args.use_kl_loss:
-        raise ValueError(
-            f"--kl-loss-coef {args.kl_loss_coef} without --use-kl-loss: add --use-kl-loss or leave the coefficient out"
-        )
-    if not 0 <= args.lr < float("inf"):
-        raise ValueError(f"--lr {args.lr}: set a number of at least 0")
+    if args.use_tis and args.use_rollout_logprobs:
+        raise ValueError("--use-tis with --use-rollout-logprobs: p_old is then q and every weight 1; leave one of them out")
 
 
 def check_model_directories(args: argparse.Namespace) -> None:

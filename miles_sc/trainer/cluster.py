@@ -12,24 +12,13 @@ import torch
 from miles_sc.trainer.rollout_actor import RolloutActor
 from miles_sc.trainer.train_actor import TrainActor
 
-OBJECT_STORE_BYTES = 512 << 20
-
 
 @contextmanager
 def ray_session() -> Iterator[None]:
-    """Ray for the length of a command: an existing cluster where RAY_ADDRESS names one, else one of our own."""
+    """A Ray of our own on this machine, for the length of a command."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if "RAY_ADDRESS" in os.environ:
-        ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="error")
-    else:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-            object_store_memory=OBJECT_STORE_BYTES,
-        )
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="error")
     try:
         yield
     finally:
@@ -47,9 +36,11 @@ class Actors:
         cores = os.cpu_count() or 1
         rollout_threads = max(cores // (world_size + 1), 1) if overlapping else cores
         train_threads = max(cores // (world_size + int(overlapping)), 1)
-        gpus = min(1.0, torch.cuda.device_count() / (world_size + 1)) if torch.cuda.is_available() else 0.0
-        self.rollout = _spawn(RolloutActor, gpus, rollout_threads, rollout_threads)
-        self._train = [_spawn(TrainActor, gpus, train_threads, rank, world_size, train_threads) for rank in range(world_size)]
+        train_gpus, rollout_gpus = _gpu_shares(world_size)
+        self.rollout = _spawn(RolloutActor, rollout_gpus, rollout_threads, rollout_threads)
+        self._train = [
+            _spawn(TrainActor, train_gpus, train_threads, rank, world_size, train_threads) for rank in range(world_size)
+        ]
         self.call_train("join", ray.get(self._train[0].rendezvous_address.remote()))
 
     def __enter__(self) -> "Actors":
@@ -67,6 +58,17 @@ class Actors:
     def call_train(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method on every rank and waits for all; results in the order of the ranks."""
         return ray.get([getattr(actor, method).remote(*arguments) for actor in self._train])
+
+
+def _gpu_shares(world_size: int) -> tuple[float, float]:
+    """GPUs of a train actor and of the rollout actor: each its own, or the rollout beside one rank where none is left."""
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if available == 0:
+        return 0.0, 0.0
+    if available < world_size:
+        raise ValueError(f"--actor-num-gpus-per-node {world_size}: this machine has {available} GPUs; set at most {available}")
+    # two shares of 0.6 never meet on one GPU, which NCCL would refuse; 0.4 fits beside one
+    return (1.0, 1.0) if available > world_size else (0.6, 0.4)
 
 
 def _spawn(kind: type, gpus: float, threads: int, *arguments: Any) -> Any:

@@ -14,6 +14,8 @@ ARM_FORMS = "policy_loss, tis, mis, score_centering, score_centering+tis, score_
 def arm_arguments(args: argparse.Namespace, arm: str) -> argparse.Namespace:
     """The command line of one arm.
 
+    ``policy_loss`` and its weighted forms take the trainer's own log-probs as the old policy, whatever
+    ``--use-rollout-logprobs`` says of the centred arms: with the sampler's, every weight ``p_old / q`` would be 1.
     ``tis`` and ``mis`` are the policy loss with a truncated or masked weight (``--tis-clip``; the band of
     ``--score-centering-mis-*``), ``score_centering+tis`` the centred loss with the same weight.
     """
@@ -21,6 +23,8 @@ def arm_arguments(args: argparse.Namespace, arm: str) -> argparse.Namespace:
     if not match:
         raise ValueError(f"--compare: {arm!r} is no arm; there are {ARM_FORMS}")
     overrides: dict[str, object] = {"loss_type": "policy_loss", "use_tis": False, "score_centering_is": "none"}
+    if not match["loss"].startswith("score_centering"):
+        overrides["use_rollout_logprobs"] = False
     if match["loss"].startswith("score_centering"):
         overrides.update(loss_type="score_centering", score_centering_is=match["weight"] or "none", score_centering_observe=False)
     elif match["loss"] == "tis":

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 # the start's whole distribution is kept for every probed position, so their number is bounded
 PROBE_BYTES = 128 << 20
+SEQUENCES = 16  # at once
 
 
 class DriftProbe:
@@ -23,11 +24,12 @@ class DriftProbe:
             temperature: the distribution's, that of the rollout.
         """
         self._model, self._temperature = model, temperature
-        most = max(PROBE_BYTES // (4 * model.config.vocab_size), 1)
-        kept = int(np.searchsorted(np.cumsum(response_lengths), most, side="right"))
-        pairs = [(ids, n) for ids, n in zip(sequences, response_lengths, strict=True) if n > 0][: max(kept, 1)]
+        pairs = [(ids, n) for ids, n in zip(sequences, response_lengths, strict=True) if n > 0]
         if not pairs:
             raise ValueError("every response to the held-out prompts was empty: there is nothing to measure drift on")
+        most = PROBE_BYTES // (4 * model.config.vocab_size)
+        kept = int(np.searchsorted(np.cumsum([n for _, n in pairs]), most, side="right"))
+        pairs = pairs[: max(kept, 1)]
         width = max(len(ids) for ids, _ in pairs)
         self._input_ids = torch.zeros(len(pairs), width, dtype=torch.long, device=model.device)
         self._predicting = torch.zeros_like(self._input_ids, dtype=torch.bool)
@@ -43,10 +45,10 @@ class DriftProbe:
         return total / sum(len(p) for p in self._start)
 
     @torch.inference_mode()
-    def _log_probs(self, rows_at_once: int = 64) -> list[Tensor]:
+    def _log_probs(self) -> list[Tensor]:
         """float32 ``[positions, V]`` of each slice of the probe."""
         parts = []
-        for ids, predicting in zip(self._input_ids.split(rows_at_once), self._predicting.split(rows_at_once), strict=True):
+        for ids, predicting in zip(self._input_ids.split(SEQUENCES), self._predicting.split(SEQUENCES), strict=True):
             logits = self._model(input_ids=ids, use_cache=False).logits[predicting].float() / self._temperature
             parts.append(logits - logits.logsumexp(dim=-1, keepdim=True))
         return parts

@@ -18,25 +18,25 @@ from miles_sc.trainer.cluster import Actors
 from miles_sc.trainer.progress import Progress
 from miles_sc.trainer.run_directory import RunDirectory
 
-# A checkpoint continues only a run whose data and numbers it would repeat.
-_SAME_RUN = (
-    "hf_checkpoint", "task", "prompt_data", "rollout_seed", "rollout_batch_size", "n_samples_per_prompt", "rollout_mismatch",
-    "rollout_staleness", "train_async", "loss_type", "optimizer", "bf16", "actor_num_gpus_per_node",
-)  # fmt: skip
+# What a continued run may change without becoming another run; everything else must be as it was.
+_MAY_CHANGE = {
+    "command", "num_rollout", "eval_interval", "save_interval", "output_dir", "save", "load", "save_hf", "overwrite",
+    "use_tensorboard", "custom_config_path", "compare", "compare_seeds", "ci_test",
+}  # fmt: skip
 
 
 class Interrupted(Exception):
     """The run stopped on request, at a rollout boundary, with a checkpoint."""
 
 
-def train(args: argparse.Namespace, directory: RunDirectory, actors: Actors, *, title: str) -> None:
+def train(args: argparse.Namespace, directory: RunDirectory, actors: Actors, stop: "StopRequests", *, title: str) -> None:
     """Runs or continues one arm to its end.
 
     Raises:
         Interrupted: after Ctrl-C or SIGTERM; a checkpoint is there.
         ValueError, OSError: what went wrong, in one line.
     """
-    settings = {name: getattr(args, name) for name in _SAME_RUN}
+    settings = {name: value for name, value in vars(args).items() if name not in _MAY_CHANGE}
     checkpoint = newest_checkpoint(Path(args.load), settings=settings) if args.load else None
     first = checkpoint.next_rollout if checkpoint else 0
     if first >= args.num_rollout:
@@ -45,7 +45,7 @@ def train(args: argparse.Namespace, directory: RunDirectory, actors: Actors, *, 
         )
     actors.prepare(args)
     directory.start(first)
-    with _stop_requests() as stop, Progress(args.num_rollout, title=title) as progress:
+    with Progress(args.num_rollout, title=title) as progress:
         run = _Run(args, actors, directory, progress, settings)
         run.begin(checkpoint)
         run.loop(first, stop)
@@ -100,8 +100,7 @@ class _Run:
     def _start_rollout(self, number: int) -> Any:
         version = max(0, number - self.lag)
         weights = dict(self.versions)[version]
-        self.actors.rollout.update_weights.remote(weights, str(version))
-        return self.actors.rollout.rollout.remote(number)
+        return self.actors.rollout.rollout.remote(number, weights, str(version))
 
     def _keep_weights(self, version: int) -> None:
         self.versions.append((version, self.actors.call_train("export_weights")[0][0]))
@@ -132,13 +131,18 @@ class _Run:
 
 
 class StopRequests:
-    """Whether somebody asked the run to stop."""
+    """Whether somebody asked the command to stop."""
 
     requested = False
 
+    def check(self, message: str) -> None:
+        """Raises Interrupted if so."""
+        if self.requested:
+            raise Interrupted(message)
+
 
 @contextmanager
-def _stop_requests() -> Iterator[StopRequests]:
+def stop_requests() -> Iterator[StopRequests]:
     """The first Ctrl-C or SIGTERM asks for a stop at the next rollout boundary, the second stops at once."""
     stop = StopRequests()
 

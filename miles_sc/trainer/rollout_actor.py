@@ -55,6 +55,7 @@ class RolloutActor:
             ValueError: a task, model directory or number of candidates that cannot be had.
         """
         self._args = args
+        self._clean_model = self._clean_engine = self._engine = self._probe = None  # the last run's, before more is loaded
         self._config = ScoreCenteringConfig.from_args(args)
         self._task = load_task(
             task=args.task,
@@ -88,13 +89,14 @@ class RolloutActor:
             self._config.temperature,
         )
 
-    def update_weights(self, weights: dict[str, np.ndarray], version: str) -> None:
-        """Gives the sampler new weights, on top of which it is made to differ."""
-        self._engine.update_weights(weights, version)
+    def rollout(self, number: int, weights: dict[str, np.ndarray], version: str) -> Rollout:
+        """Samples, rewards, converts and shards rollout ``number``; the same number always asks the same problems.
 
-    def rollout(self, number: int) -> Rollout:
-        """Samples, rewards, converts and shards rollout ``number``; the same number always asks the same problems."""
+        Args:
+            weights, version: what the sampler is given before it is made to differ.
+        """
         args, started = self._args, time.perf_counter()
+        self._engine.update_weights(weights, version)
         problems = [self._task.train(number * args.rollout_batch_size + i) for i in range(args.rollout_batch_size)]
         samples = self._samples(problems, first=number * args.rollout_batch_size * args.n_samples_per_prompt)
         self._generate(self._engine, samples, self._config, [sample.index for sample in samples])

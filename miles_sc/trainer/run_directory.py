@@ -61,7 +61,7 @@ class RunDirectory:
             self._writer = _tensorboard_writer(self.path)
 
     def record(self, number: int, metrics: dict[str, float]) -> None:
-        """Adds the line of a rollout; it is on the disk when this returns."""
+        """Adds the line of a rollout, which is in the file when this returns."""
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": number} | metrics) + "\n")
         if self._writer is not None:

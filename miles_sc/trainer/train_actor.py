@@ -46,6 +46,7 @@ class TrainActor:
         """Builds model, optimizer and loss of a run."""
         torch.manual_seed(args.rollout_seed)
         self._args = args
+        self._backend = self._reference = None  # the last run's, before more is loaded
         self._backend = FsdpBackend(
             args.hf_checkpoint,
             optimizer=optimizer_settings(args),
@@ -53,15 +54,11 @@ class TrainActor:
             gradient_checkpointing=args.gradient_checkpointing,
             recompute_loss=args.recompute_loss_function,
         )
-        self._reference = self._build_reference() if args.use_kl_loss else None
+        if args.use_kl_loss:
+            self._reference = FsdpBackend(args.ref_load or args.hf_checkpoint, optimizer=None, bf16=args.bf16)
         self._settings = loss_settings(args, vocab_size=self._backend.vocab_size)
         self._loss_function = loss_function(args.loss_type)
         self._pad_token_id = PromptCodec(args.hf_checkpoint, apply_chat_template=False).pad_token_id
-
-    def _build_reference(self) -> FsdpBackend:
-        # an SGD optimizer without momentum holds no state: the reference is never stepped
-        settings = optimizer_settings(argparse.Namespace(**{**vars(self._args), "optimizer": "sgd"}))
-        return FsdpBackend(self._args.ref_load or self._args.hf_checkpoint, optimizer=settings, bf16=self._args.bf16)
 
     def train(self, shards: list[Any]) -> dict[str, float]:
         """Trains on this rank's shard; the list holds a reference per rank. Metrics are over all its optimizer steps."""

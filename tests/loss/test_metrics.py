@@ -89,9 +89,11 @@ def test_the_tail_ratio_is_taken_where_a_tail_can_be_read():
     assert got["sc_tail_floor_fraction"] == pytest.approx(0.6)
 
 
-def test_a_step_without_a_readable_tail_has_a_ratio_of_one():
+def test_a_step_without_a_readable_tail_records_no_ratio():
     values = sc_metrics(sc_tail_ratio=[1.0, 1.0], sc_tail_floor_fraction=[1, 1])
-    assert reduced((values, batch_of([0.5, 0.5], [1, 1])))["sc_tail_ratio"] == 1.0
+    unreadable = reduced((values, batch_of([0.5, 0.5], [1, 1])))
+    assert "sc_tail_ratio" not in unreadable and unreadable["sc_tail_floor_fraction"] == 1
+    assert combine_steps([unreadable, {**unreadable, "sc_tail_ratio": 5.0}])["sc_tail_ratio"] == 5.0
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_a_step_without_a_trained_token_stays_finite(active):
     rows = len(active)
     values = {name: torch.full((rows,), NAN, dtype=torch.float64) for name in (*SC, "loss")}
     got = reduced((values, batch_of([0.0] * rows, active)))
-    assert got.keys() == {*SC, *EXTREMES, "sc_ess", "loss"}
+    assert got.keys() == {*SC, *EXTREMES, "sc_ess", "loss"} - {"sc_tail_ratio"}
     assert all(math.isfinite(value) for value in got.values()) and got["loss"] == 0
 
 

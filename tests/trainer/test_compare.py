@@ -103,8 +103,9 @@ def test_every_arm_under_every_seed(tmp_path):
             ["--compare", "score_centering@8", "--rollout-top-k", 16],
             "--rollout-top-logprobs-num 8 is smaller than --rollout-top-k 16",
         ),
-        (["--compare", "tis", "--load", "x"], "--compare with --load or --save: each arm keeps its own checkpoints"),
-        (["--compare", "tis", "--save", "x"], "--compare with --load or --save"),
+        (["--compare", "tis", "--load", "x"], "--compare with --load, --save or --save-hf: each arm keeps its own"),
+        (["--compare", "tis", "--save", "x"], "--compare with --load, --save or --save-hf"),
+        (["--compare", "tis", "--save-hf", "x"], "--compare with --load, --save or --save-hf"),
     ],
 )
 def test_all_arms_are_checked_before_the_first_one_runs(flags, message, tmp_path):

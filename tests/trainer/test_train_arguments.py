@@ -324,14 +324,13 @@ def test_loss_settings_carry_every_flag():
         "log_probs_chunk_size": 64,
         "vocab_size": 77,
         "tensor_parallel_group": None,
-        "inplace_backward": False,
     }
     assert loss_settings(finish(*BASE, "--eps-clip", 0.1), vocab_size=7).eps_clip_high == 0.1
 
 
 def test_optimizer_settings_carry_every_flag():
-    line = "--optimizer sgd --lr 0.1 --weight-decay 0.2 --adam-beta1 0.3 --adam-beta2 0.4 --adam-eps 0.5 --clip-grad 0.6"
-    assert optimizer_settings(parse(*BASE, *line.split())) == OptimizerSettings("sgd", 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    line = "--optimizer sgd --lr 0.1 --lr-warmup-iters 7 --weight-decay 0.2 --adam-beta1 0.3 --adam-beta2 0.4 --adam-eps 0.5 --clip-grad 0.6"
+    assert optimizer_settings(parse(*BASE, *line.split())) == OptimizerSettings("sgd", 0.1, 7, 0.2, 0.3, 0.4, 0.5, 0.6)
     assert optimizer_settings(parse(*BASE)) == OptimizerSettings()
 
 
@@ -392,3 +391,33 @@ def test_defaults_pass_and_are_stated_as_they_are():
         if "(default: %(default)s" in action.help or action.help.startswith("default: %(default)s"):
             assert action.default is not None and action.default is not argparse.SUPPRESS, action.dest
     validate_train_arguments(parse(*BASE))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--kl-loss-coef 0.1", "--kl-loss-coef has no effect without --use-kl-loss"),
+        ("--use-unbiased-kl", "--use-unbiased-kl has no effect without --use-kl-loss"),
+        ("--ref-load x", "--ref-load has no effect without --use-kl-loss"),
+        ("--max-tokens-per-gpu 64", "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size"),
+        ("--compare-seeds 2", "--compare-seeds has no effect without --compare"),
+        ("--score-centering-is tis", "--score-centering-is has no effect without --loss-type score_centering"),
+        ("--use-tis --use-rollout-logprobs", "p_old is then q and every weight 1"),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        finish(*BASE, *flags.split())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--weight-decay -1", "--clip-grad -1", "--adam-eps nan", "--entropy-coef nan", "--tis-clip inf", "--kl-loss-coef inf",
+        "--adam-beta2 1", "--adam-beta1 -0.1", "--lr nan", "--lr -1",
+    ],
+)  # fmt: skip
+def test_numbers_that_would_spoil_a_run_are_refused(flags):
+    flag, value = flags.split()
+    with pytest.raises(ValueError, match=f"{flag} .*: set a"):
+        finish(*BASE, *flags.split())

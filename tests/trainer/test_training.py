@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.trainer.conftest import TRAINED, without_times
+from tests.conftest import TRAINED, without_times
 
 CENTERED = ["--loss-type", "score_centering", "--rollout-top-logprobs-num", "32", *TRAINED]
 CONTRACT_METRICS = (

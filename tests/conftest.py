@@ -8,7 +8,7 @@ import pytest
 
 from miles_sc.trainer.arguments import add_train_arguments, finish_train_arguments
 from miles_sc.trainer.cluster import Actors, ray_session
-from miles_sc.trainer.driver import train
+from miles_sc.trainer.driver import StopRequests, train
 from miles_sc.trainer.run_directory import RunDirectory
 from miles_sc.trainer.tasks import load_task
 from miles_sc.trainer.tiny_model import make_tiny_model
@@ -30,7 +30,9 @@ def model(tmp_path_factory, sums) -> Path:
     """A model of 20k parameters that has seen a few answers."""
     path = tmp_path_factory.mktemp("model") / "tiny"
     task = load_task(task=None, prompt_data=str(sums), rm_type="exact", seed=0, held_out=10)
-    make_tiny_model(path, task=task, seed=0, steps=150, batch_size=64, hidden_size=32, layers=2, heads=2, vocabulary=280)
+    make_tiny_model(
+        path, task=task, seed=0, steps=150, batch_size=64, learning_rate=3e-3, hidden_size=32, layers=2, heads=2, vocabulary=280
+    )
     return path
 
 
@@ -76,7 +78,7 @@ def run(base_flags, tmp_path):
         finish_train_arguments(args, parser)
         directory = RunDirectory(output, args, arm=args.loss_type)
         directory.claim()
-        train(args, directory, actors, title=name)
+        train(args, directory, actors, StopRequests(), title=name)
         return read_records(output)
 
     return run
