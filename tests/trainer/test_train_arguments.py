@@ -151,7 +151,6 @@ REFUSED = [  # flags after the base line, message
     ("--eps-clip 0", "--eps-clip 0.0 .*: set numbers above 0"),
     ("--eps-clip-high -0.1", "--eps-clip-high -0.1: set numbers above 0"),
     ("--log-probs-chunk-size 0", "--log-probs-chunk-size 0: set a positive number of rows, or -1"),
-    ("--kl-loss-coef 0.1", "--kl-loss-coef 0.1 without --use-kl-loss: add --use-kl-loss or leave"),
     ("--lr -1", "--lr -1.0: set a number of at least 0"),
     ("--lr nan", "--lr nan: set"),
     ("--lr inf", "--lr inf: set"),
@@ -329,7 +328,8 @@ def test_loss_settings_carry_every_flag():
 
 
 def test_optimizer_settings_carry_every_flag():
-    line = "--optimizer sgd --lr 0.1 --lr-warmup-iters 7 --weight-decay 0.2 --adam-beta1 0.3 --adam-beta2 0.4 --adam-eps 0.5 --clip-grad 0.6"
+    line = "--optimizer sgd --lr 0.1 --lr-warmup-iters 7 --weight-decay 0.2 --adam-beta1 0.3"
+    line += " --adam-beta2 0.4 --adam-eps 0.5 --clip-grad 0.6"
     assert optimizer_settings(parse(*BASE, *line.split())) == OptimizerSettings("sgd", 0.1, 7, 0.2, 0.3, 0.4, 0.5, 0.6)
     assert optimizer_settings(parse(*BASE)) == OptimizerSettings()
 
