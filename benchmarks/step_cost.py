@@ -22,7 +22,8 @@ from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.data.conversion import samples_to_train_data
 from miles_sc.data.micro_batch import build_micro_batch
 from miles_sc.data.sharding import shard
-from miles_sc.loss.hub import LossSettings, loss_function
+from miles_sc.loss.batch import LossSettings
+from miles_sc.loss.hub import loss_function
 from miles_sc.loss.scoring import score
 from miles_sc.rollout.engines.embedded import EmbeddedEngine
 from miles_sc.rollout.engines.mismatch import parse_mismatch

@@ -24,8 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.data.micro_batch import MicroBatch
+from miles_sc.loss.batch import LossBatch, LossOutput, LossSettings
 from miles_sc.loss.finite_guard import FiniteGuard
-from miles_sc.loss.hub import LossBatch, LossFunction, LossOutput, LossSettings
+from miles_sc.loss.hub import LossFunction
 from miles_sc.loss.metrics import StepMetrics
 
 ScoreFunction = Callable[[Tensor, LossBatch], Tensor]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from miles_sc.data.conversion import TrainData
-from miles_sc.loss.hub import LossBatch
+from miles_sc.loss.batch import LossBatch
 
 
 @dataclass(frozen=True)

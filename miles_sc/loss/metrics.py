@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from miles_sc.loss.hub import LossBatch
+from miles_sc.loss.batch import LossBatch
 
 # A mean hides the one broken token; these get their worst case beside it.
 _MIN = ("sc_train_head_mass", "sc_rollout_head_mass")

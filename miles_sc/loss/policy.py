@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from miles_sc.loss.batch import LossBatch, LossOutput, LossSettings
 from miles_sc.loss.finite_guard import FiniteGuard
-from miles_sc.loss.hub import LossBatch, LossOutput, LossSettings, register_loss
 from miles_sc.loss.score_centering.estimator import k3_rollout_to_train
 from miles_sc.loss.score_centering.loss import observe
 from miles_sc.loss.scoring import regularized, score
@@ -12,7 +12,6 @@ from miles_sc.loss.scoring import regularized, score
 TIS_MODES = ("truncate", "mask")
 
 
-@register_loss("policy_loss")
 def policy_loss(batch: LossBatch, logits: Tensor, settings: LossSettings, guard: FiniteGuard) -> LossOutput:
     """Clipped policy gradient: ``-min(r A, clip(r, 1 - eps, 1 + eps_high) A)``, ``r = p / p_old``, times the weight.
 

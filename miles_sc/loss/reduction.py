@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from miles_sc.loss.hub import LossBatch
+from miles_sc.loss.batch import LossBatch
 
 
 def row_weights(loss_masks: Sequence[np.ndarray], *, per_token: bool) -> list[float]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles_sc.loss.hub import LossBatch, LossSettings
+from miles_sc.loss.batch import LossBatch, LossSettings
 from miles_sc.loss.reduction import weighted_sum
 from miles_sc.loss.regularizers import reference_kl
 from miles_sc.loss.selected_log_probs import selected_log_probs, support_log_probs

@@ -9,7 +9,7 @@ from typing import Any
 
 from miles_sc.arguments import LOSS_TYPE, ScoreCenteringConfig, add_score_centering_arguments, validate_score_centering_arguments
 from miles_sc.backends.settings import OptimizerSettings
-from miles_sc.loss.hub import LossSettings
+from miles_sc.loss.batch import LossSettings
 from miles_sc.loss.policy import TIS_MODES
 from miles_sc.loss.regularizers import KL_TYPES
 from miles_sc.rollout.engines.mismatch import parse_mismatch

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from miles_sc.backends.fsdp import FsdpBackend
 from miles_sc.data.micro_batch import MicroBatch, build_micro_batch
 from miles_sc.data.sharding import Shard
-from miles_sc.loss.hub import LossBatch, loss_function
+from miles_sc.loss.batch import LossBatch
+from miles_sc.loss.hub import loss_function
 from miles_sc.loss.metrics import combine_steps
 from miles_sc.loss.scoring import full_vocabulary_log_probs, score
 from miles_sc.trainer.arguments import loss_settings, optimizer_settings

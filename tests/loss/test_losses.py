@@ -11,8 +11,9 @@ from miles_sc import ScoreCenteringConfig
 from miles_sc.data.conversion import samples_to_train_data
 from miles_sc.data.micro_batch import build_micro_batch
 from miles_sc.data.sharding import shard
+from miles_sc.loss.batch import LossBatch, LossSettings
 from miles_sc.loss.finite_guard import FiniteGuard
-from miles_sc.loss.hub import LossBatch, LossSettings, loss_function, register_loss
+from miles_sc.loss.hub import loss_function, register_loss
 from miles_sc.loss.regularizers import KL_TYPES, reference_kl
 from miles_sc.loss.scoring import full_vocabulary_log_probs, score
 from tests.loss.oracle import (
@@ -609,10 +610,10 @@ def test_optimizer_steps_are_each_their_own_mean():
 
 def test_a_custom_loss_is_found_by_its_name():
     try:
-        register_loss("tests_own")(lambda *_: "result")
+        register_loss("tests_own", lambda *_: "result")
         assert loss_function("tests_own")() == "result"
         with pytest.raises(ValueError, match="'tests_own' is registered already, by tests.loss.test_losses: choose another"):
-            register_loss("tests_own")(lambda *_: None)
+            register_loss("tests_own", lambda *_: None)
     finally:
         from miles_sc.loss import hub
 

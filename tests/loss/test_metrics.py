@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from miles_sc.loss.hub import LossBatch
+from miles_sc.loss.batch import LossBatch
 from miles_sc.loss.metrics import StepMetrics, combine_steps
 from miles_sc.loss.reduction import weighted_sum
 

@@ -3,14 +3,13 @@
 import torch
 from torch import Tensor
 
-from miles_sc.arguments import LOSS_TYPE, score_centering_settings
+from miles_sc.arguments import score_centering_settings
+from miles_sc.loss.batch import LossBatch, LossOutput, LossSettings
 from miles_sc.loss.finite_guard import FiniteGuard
-from miles_sc.loss.hub import LossBatch, LossOutput, LossSettings, register_loss
 from miles_sc.loss.score_centering.estimator import ScoreCenteringInputs, score_centering_loss
 from miles_sc.loss.scoring import Scores, regularized, score
 
 
-@register_loss(LOSS_TYPE)
 def score_centering(batch: LossBatch, logits: Tensor, settings: LossSettings, guard: FiniteGuard) -> LossOutput:
     """Score-centered policy gradient with optional TIS or MIS weights; entropy and reference KL stand beside it."""
     scores = score(logits, batch, settings, with_head=True)
