@@ -1,7 +1,6 @@
 """The flags of score centering, the start-up contract they must satisfy, and the config built from them once."""
 
 import argparse
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 from miles_sc.loss.score_centering.importance_sampling import MODES
 
 LOSS_TYPE = "score_centering"
+LARGEST_FLOAT = 3e38  # what float32 tensors can be compared with
 ORIGINAL_LOGPROB_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
 
@@ -197,7 +197,7 @@ def score_centering_settings(config: ScoreCenteringConfig) -> dict[str, Any]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_FLOAT
 
 
 def _is_positive(value: object) -> bool:

@@ -16,9 +16,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     # only the chosen command's flags are built: some of them import a model library
     chosen = next((word for word in argv if not word.startswith("-")), None)
-    if chosen in _COMMANDS:
-        _COMMANDS[chosen][1](parsers[chosen])
     try:
+        if chosen in _COMMANDS:
+            _COMMANDS[chosen][1](parsers[chosen])
         args = parser.parse_args(argv)
         return _COMMANDS[args.command][2](args, parsers[args.command])
     except KeyboardInterrupt:
@@ -35,6 +35,8 @@ def _one_line(error: BaseException) -> str:
     """What went wrong, without the layers it came through."""
     while (cause := getattr(error, "cause", None)) is not None and isinstance(cause, BaseException):
         error = cause  # Ray hands a worker's exception on as the cause of its own
+    if type(error).__name__ == "ActorDiedError":
+        return "a training or sampling process died (killed, or out of memory?); continue from the last checkpoint with --load"
     text = " ".join(str(error).split()) or "no message"
     known = isinstance(error, ValueError | OSError)
     return text if known else f"{type(error).__name__}: {text} (MILES_SC_TRACEBACK=1 shows where)"
@@ -79,6 +81,7 @@ def _make_model_flags(parser: argparse.ArgumentParser) -> None:
     add("--input-key", default="input", help="prompt field of --prompt-data (default: %(default)s)")
     add("--label-key", default="label", help="answer field of --prompt-data (default: %(default)s)")
     add("--rm-type", metavar="RULE", help="reward rule of --prompt-data: exact, number or contains")
+    add("--held-out", type=int, default=128, metavar="N", help="problems kept for evaluation (default: %(default)s)")
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--warm-up-steps", type=int, default=200, metavar="N", help="supervised steps before RL (default: %(default)s)")
     add("--batch-size", type=int, default=32, metavar="N", help="problems per warm-up step (default: %(default)s)")
@@ -106,7 +109,7 @@ def _make_model(args: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         label_key=args.label_key,
         rm_type=args.rm_type,
         seed=args.seed,
-        held_out=128,
+        held_out=args.held_out,
         task_options=parse_task_options(args.task_option),
     )
     summary = make_tiny_model(

@@ -140,6 +140,8 @@ class FsdpBackend:
         for name, value in self.model.state_dict().items():
             value = value.full_tensor() if isinstance(value, DTensor) else value
             if dist.get_rank() == 0:
+                if not value.isfinite().all():
+                    raise ValueError(f"{name} holds NaN or infinity after the last update: the run has diverged; lower --lr")
                 exported[name] = value.detach().to("cpu", copy=True)
         return exported
 
@@ -156,7 +158,13 @@ class FsdpBackend:
     def load(self, directory: Path) -> None:
         """Restores what :meth:`save` wrote, to the bit on the same number of ranks."""
         state = self._state()
-        dcp.load(state, checkpoint_id=str(directory))
+        try:
+            dcp.load(state, checkpoint_id=str(directory))
+        except Exception as error:  # whatever a damaged file makes the reader raise
+            raise ValueError(
+                f"checkpoint {directory} cannot be read ({type(error).__name__}): damaged, or of another model? remove it, or "
+                "name another --load"
+            ) from error
         set_model_state_dict(self.model, state["model"])
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         self.steps = int(state["steps"])
@@ -195,9 +203,12 @@ def load_causal_lm(path: str, *, dtype: torch.dtype = torch.float32) -> PreTrain
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     for name in [name for name in config.to_dict() if name.endswith(("dropout", "pdrop"))]:
         setattr(config, name, 0.0)  # dropout would make two passes over one batch differ
-    return AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
     )
+    if missing := sorted(map(str, (*loading["missing_keys"], *loading["mismatched_keys"]))):
+        raise ValueError(f"{path}: its weights lack {missing[0]} (of {len(missing)}), which would be random: is it complete?")
+    return model
 
 
 def _sharded_model(path: str, device: torch.device, *, bf16: bool, gradient_checkpointing: bool) -> PreTrainedModel:

@@ -3,11 +3,16 @@
 import argparse
 import difflib
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from miles_sc.arguments import LOSS_TYPE, ScoreCenteringConfig, add_score_centering_arguments, validate_score_centering_arguments
+from miles_sc.arguments import (
+    LARGEST_FLOAT,
+    LOSS_TYPE,
+    ScoreCenteringConfig,
+    add_score_centering_arguments,
+    validate_score_centering_arguments,
+)
 from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.loss.batch import LossSettings
 from miles_sc.loss.policy import TIS_MODES
@@ -270,10 +275,12 @@ _FINITE = ("adam_beta1", "adam_beta2", "entropy_coef", "kl_loss_coef", "eps_clip
 def _validate_numbers(args: argparse.Namespace) -> None:
     for name in (*_NOT_NEGATIVE, *_FINITE):
         value = getattr(args, name)
-        if value is not None and not math.isfinite(value):
+        if value is not None and not abs(value) < LARGEST_FLOAT:  # NaN too
             raise ValueError(f"{_flag(name)} {value}: set a finite number")
         if name in _NOT_NEGATIVE and value < 0:
             raise ValueError(f"{_flag(name)} {value}: set a number of at least 0")
+    if args.adam_eps == 0:
+        raise ValueError("--adam-eps 0: a parameter without gradient would become 0/0; set a number above 0")
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(args, name) < 1:
             raise ValueError(f"{_flag(name)} {getattr(args, name)}: set a number in [0, 1)")
@@ -283,6 +290,8 @@ def validate_train_arguments(args: argparse.Namespace) -> None:
     """The start-up contract of the built-in trainer, after every override."""
     validate_score_centering_arguments(args)
     ScoreCenteringConfig.from_args(args)  # our sampler's bounds hold for every loss
+    if args.rollout_seed >= 1 << 32:
+        raise ValueError(f"--rollout-seed {args.rollout_seed}: set a number below 2^32")
     for name, least in _AT_LEAST.items():
         value = getattr(args, name)
         if value is not None and value < least:
@@ -369,8 +378,11 @@ def check_model_directories(args: argparse.Namespace) -> None:
                 f"{flag} {path}: no Hugging Face model there (config.json is missing); give a model directory, or make one with "
                 "`miles-sc make-model`"
             )
-        vocab_size = json.loads(config.read_text()).get("vocab_size")
-        if vocab_size is not None:
+        try:
+            vocab_size = dict(json.loads(config.read_text())).get("vocab_size")
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{flag} {path}: config.json is damaged; give a complete model directory") from error
+        if isinstance(vocab_size, int):
             ScoreCenteringConfig.from_args(args).check_vocabulary(vocab_size)
 
 

@@ -42,7 +42,7 @@ def new_checkpoint(root: Path, next_rollout: int, *, settings: Mapping[str, obje
     Args:
         settings: what a continued run must repeat to be the same run.
     """
-    with whole_directory(root / f"step_{next_rollout:06d}") as unfinished:
+    with whole_directory(root / f"step_{next_rollout:06d}", replace=True) as unfinished:
         yield Checkpoint(unfinished, next_rollout)
         write_whole(unfinished / "trainer.json", json.dumps({"next_rollout": next_rollout, "settings": dict(settings)}, indent=2))
 
@@ -67,12 +67,16 @@ def newest_checkpoint(root: Path, *, settings: Mapping[str, object]) -> Checkpoi
     if not found:
         raise ValueError(f"--load {root}: no checkpoint there; give the directory that --save named, or leave --load out")
     newest = max(found, key=lambda path: int(_NAME.fullmatch(path.name).group(1)))
-    saved = json.loads((newest / "trainer.json").read_text())
-    changed = [name for name, value in settings.items() if saved["settings"].get(name) != value]
+    try:
+        saved = json.loads((newest / "trainer.json").read_text())
+        next_rollout, earlier = int(saved["next_rollout"]), dict(saved["settings"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"--load {newest}: trainer.json is damaged; remove this checkpoint, or name another folder") from error
+    changed = [name for name, value in settings.items() if earlier.get(name) != value]
     if changed:
         name = changed[0]
         raise ValueError(
             f"--load {newest}: it was written with {name} = {saved['settings'].get(name)!r} and this run has {settings[name]!r}; "
             "continue with the same value, or start a new run"
         )
-    return Checkpoint(newest, saved["next_rollout"])
+    return Checkpoint(newest, next_rollout)

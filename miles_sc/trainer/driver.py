@@ -37,6 +37,8 @@ def train(args: argparse.Namespace, directory: RunDirectory, actors: Actors, sto
         ValueError, OSError: what went wrong, in one line.
     """
     settings = {name: value for name, value in vars(args).items() if name not in _MAY_CHANGE}
+    for name in ("hf_checkpoint", "ref_load", "prompt_data"):
+        settings[name] = settings[name] and str(Path(settings[name]).resolve())
     checkpoint = newest_checkpoint(Path(args.load), settings=settings) if args.load else None
     first = checkpoint.next_rollout if checkpoint else 0
     if first >= args.num_rollout:
@@ -73,7 +75,12 @@ class _Run:
         args, pending = self.args, self._start_rollout(first)
         for number in range(first, args.num_rollout):
             started = time.perf_counter()
-            rollout = ray.get(pending)
+            try:
+                rollout = ray.get(pending)
+            except ray.exceptions.RayTaskError:
+                if number > first:
+                    self._save(number)  # the trainer's state is sound, only this rollout is not
+                raise
             last = number + 1 == args.num_rollout
             if args.train_async and not last:
                 pending = self._start_rollout(number + 1)

@@ -78,7 +78,7 @@ class RolloutActor:
         self._probe = self._start_probe()
 
     def _start_probe(self) -> DriftProbe:
-        samples = [Sample(tokens=self._codec.encode(problem.prompt), index=i) for i, problem in enumerate(self._held_out)]
+        samples = [Sample(tokens=self._encode(problem), index=i) for i, problem in enumerate(self._held_out)]
         unrecorded = ScoreCenteringConfig(temperature=self._config.temperature)
         # the clean engine still holds the run's first weights
         self._generate(self._clean_engine, samples, unrecorded, [_PROBE_SEED + sample.index for sample in samples])
@@ -123,7 +123,7 @@ class RolloutActor:
     def evaluate(self, weights: dict[str, np.ndarray], version: str) -> dict[str, float]:
         """The clean trainer policy on the held-out set: greedy reward, and KL from the start."""
         self._clean_engine.update_weights(weights, version)
-        prompts = [self._codec.encode(problem.prompt) for problem in self._held_out]
+        prompts = [self._encode(problem) for problem in self._held_out]
         texts = greedy_responses(
             self._clean_engine, prompts, max_new_tokens=self._args.rollout_max_response_len, decode=self._codec.decode
         )
@@ -150,10 +150,21 @@ class RolloutActor:
             mismatch=parse_mismatch(mismatch, seed=self._args.rollout_seed),
         )
 
+    def _encode(self, problem: Problem) -> list[int]:
+        prompt, most = self._codec.encode(problem.prompt), self._clean_model.config.max_position_embeddings
+        if not prompt:
+            raise ValueError(f"the prompt {problem.prompt!r} has no tokens: is the tokenizer complete?")
+        if len(prompt) + self._args.rollout_max_response_len > most:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens ({problem.prompt[:40]!r}...) and --rollout-max-response-len "
+                f"{self._args.rollout_max_response_len} pass the model's {most} positions: shorten one of them"
+            )
+        return prompt
+
     def _samples(self, problems: list[Problem], first: int) -> list[Sample]:
         samples = []
         for group, problem in enumerate(problems):
-            prompt = self._codec.encode(problem.prompt)
+            prompt = self._encode(problem)
             for _ in range(self._args.n_samples_per_prompt):
                 samples.append(Sample(tokens=list(prompt), index=first + len(samples), group_index=group))
         return samples

@@ -2,12 +2,12 @@
 
 import argparse
 import json
+import os
 import shutil
-import tempfile
 from pathlib import Path
 
 from miles_sc.trainer.checkpoint import checkpoints
-from miles_sc.trainer.files import write_whole
+from miles_sc.trainer.files import check_free, check_writable, write_whole
 
 
 class RunDirectory:
@@ -23,32 +23,35 @@ class RunDirectory:
         return Path(self._args.save) if self._args.save else self.path / "checkpoints"
 
     def claim(self) -> None:
-        """Creates the directory and makes sure that a new run mixes with no other.
+        """Creates the directories and makes sure that a new run mixes with no other. Nothing is removed yet.
 
         Raises:
-            ValueError: it cannot be written, or holds another run.
+            ValueError: a place that cannot be written, or that holds another run.
         """
-        if not self._args.load:
-            self._part_from_other_runs()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path):
-                pass
-        except OSError as error:
-            raise ValueError(f"--output-dir {self.path}: cannot be written ({error.strerror}); give a folder that can") from error
-
-    def _part_from_other_runs(self) -> None:
-        others = [path for path in (self.path / "metrics.jsonl", *checkpoints(self.checkpoints)) if path.exists()]
-        if others and not self._args.overwrite:
+        check_writable(self.path, "--output-dir")
+        if self._args.save:
+            check_writable(self.checkpoints, "--save")
+        if self._args.save_hf:
+            check_free(Path(self._args.save_hf))
+            check_writable(Path(self._args.save_hf).absolute().parent, "--save-hf")
+        others = self._other_runs()
+        replaceable = self._args.overwrite and not self._args.save
+        if others and not replaceable:
             raise ValueError(
-                f"--output-dir {self.path}: {others[0]} belongs to another run; continue it with --load "
-                f"{self.checkpoints}, replace it with --overwrite, or choose another folder"
+                f"--output-dir {self.path}: {others[0]} belongs to another run; continue it with --load {self.checkpoints}, "
+                "replace it with --overwrite (which leaves a --save of your own alone), or choose another folder"
             )
-        for path in others:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _other_runs(self) -> list[Path]:
+        """What an earlier run left here, unless this one continues it."""
+        continued = self._args.load and Path(self._args.load).resolve() == self.checkpoints.resolve()
+        left = (self.path / "metrics.jsonl", *checkpoints(self.checkpoints))
+        return [] if continued else [path for path in left if path.exists()]
 
     def start(self, first_rollout: int) -> None:
-        """Begins the records; a continued run drops those of rollouts that it will repeat."""
+        """Begins the records, in the place of those that ``--overwrite`` gave up; a continued run drops what it will repeat."""
+        for path in () if first_rollout else self._other_runs():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         metrics = self.path / "metrics.jsonl"
         kept = []
         if first_rollout and metrics.exists():
@@ -62,8 +65,14 @@ class RunDirectory:
 
     def record(self, number: int, metrics: dict[str, float]) -> None:
         """Adds the line of a rollout, which is in the file when this returns."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": number} | metrics) + "\n")
+        path = self.path / "metrics.jsonl"
+        whole = path.stat().st_size
+        try:
+            with path.open("a") as file:
+                file.write(json.dumps({"step": number} | metrics) + "\n")
+        except OSError:
+            os.truncate(path, whole)  # half a line would spoil the file for every reader
+            raise
         if self._writer is not None:
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, number + 1)

@@ -11,7 +11,7 @@ from miles_sc.trainer.run_directory import RunDirectory
 
 def arguments(**values):
     defaults = {"use_tensorboard": False, "rm_type": None, "rollout_seed": 5, "num_rollout": 3}
-    return argparse.Namespace(**{**defaults, "load": None, "save": None, "overwrite": False, **values})
+    return argparse.Namespace(**{**defaults, "load": None, "save": None, "save_hf": None, "overwrite": False, **values})
 
 
 def run_directory(path, **values):
@@ -123,7 +123,45 @@ def test_a_new_run_does_not_mix_with_another(tmp_path):
     assert (tmp_path / "checkpoints/step_000009").exists()
     # its checkpoint is newer than any of the new run's first ones, and --load would take it
     run_directory(tmp_path, overwrite=True).claim()
+    assert (tmp_path / "checkpoints/step_000009").exists(), "the new run may still turn out to be impossible"
+    run_directory(tmp_path, overwrite=True).start(0)
     assert not (tmp_path / "checkpoints/step_000009").exists()
-    (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="metrics.jsonl belongs to another run"):
         run_directory(tmp_path).claim()
+
+
+def test_overwriting_spares_a_checkpoint_folder_of_the_users_own(tmp_path):
+    (tmp_path / "mine/step_000009").mkdir(parents=True)
+    (tmp_path / "mine/step_000009/trainer.json").write_text("{}")
+    with pytest.raises(ValueError, match="step_000009 belongs to another run"):
+        run_directory(tmp_path / "run", save=str(tmp_path / "mine"), overwrite=True).claim()
+
+
+def test_continuing_from_elsewhere_does_not_mix_either(tmp_path):
+    written(tmp_path, 0)
+    with pytest.raises(ValueError, match="belongs to another run"):
+        run_directory(tmp_path, load=str(tmp_path / "elsewhere/checkpoints")).claim()
+
+
+def test_a_model_is_never_written_over_something(tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/thesis.txt").write_text("all of it")
+    with pytest.raises(ValueError, match="precious exists already"):
+        run_directory(tmp_path / "run", save_hf=str(tmp_path / "precious")).claim()
+    assert (tmp_path / "precious/thesis.txt").read_text() == "all of it"
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
+    written(tmp_path, 0)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    real = json.dumps
+
+    def half_written(value, **options):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(real(value)[:5])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(json, "dumps", half_written)
+    with pytest.raises(OSError, match="No space left"):
+        run_directory(tmp_path).record(1, {"x": 1.0})
+    assert (tmp_path / "metrics.jsonl").read_text() == before
