@@ -60,6 +60,7 @@ def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     for own, directory, _ in runs:
         check_model_directories(own)
         directory.claim()
+    print("starting Ray and the model's processes (some 10 seconds; a minute on a busy machine)", flush=True)
     with stop_requests() as stop, ray_session(), Actors(args.actor_num_gpus_per_node, overlapping=args.train_async) as actors:
         try:
             for own, directory, title in runs:
@@ -136,6 +137,13 @@ def _print_warm_up(step: int, steps: int, loss: float) -> None:
         print(f"warm-up step {step}/{steps}, loss {loss:.3f}", flush=True)
 
 
+def _tasks(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from miles_sc.trainer.tasks import task_names
+
+    print("\n".join(task_names()))
+    return 0
+
+
 def _report_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, help="output directory of a run or of a comparison")
 
@@ -150,6 +158,7 @@ def _report(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 _COMMANDS = {
     "train": ("train a model by reinforcement learning on this machine", _train_flags, _train),
     "make-model": ("make a small model with a short supervised warm-up, to train from", _make_model_flags, _make_model),
+    "tasks": ("list the names that --task takes", lambda parser: None, _tasks),
     "report": ("draw the report of runs that are already there", _report_flags, _report),
 }
 

@@ -35,3 +35,8 @@ def test_step_cost_benchmark_prints_paired_ratios(model):
     flags = ["--hf-checkpoint", str(model), "--task", "spell_backward", "--prompts", "4", "--samples-per-prompt", "2"]
     output = run("benchmarks/step_cost.py", *flags, "--repeats", "2")
     assert len(re.findall(r"^(?:training step|rollout): .* = \d+\.\d+", output, re.MULTILINE)) == 3
+
+
+def test_the_two_commands_of_the_readme_can_be_run():
+    for script in ("scripts/quickstart.sh", "scripts/test.sh", ".ci/run"):
+        assert (ROOT / script).stat().st_mode & 0o111, script

@@ -19,7 +19,7 @@ CHUNK = 500
 HELD_OUT_ONE_IN = 10
 # Draws without a new held-out problem after which a small task counts as exhausted.
 GIVE_UP = 500 * HELD_OUT_ONE_IN
-LIST_TASKS = 'python -c "from miles_sc.trainer.tasks import task_names; print(*task_names())"'
+LIST_TASKS = "miles-sc tasks"
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ def make_tiny_model(
 
     _check_request(output, hidden_size=hidden_size, heads=heads, steps=steps, batch_size=batch_size)
     started = time.monotonic()
+    task.held_out()  # a task with too few problems is refused now, not after the warm-up
     tokenizer = build_tokenizer([_text(task.train(index)) for index in range(2000)], vocabulary=vocabulary)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -112,7 +112,7 @@ def test_a_constant_reward_reads_nothing(sums):
 
 
 def test_an_unknown_task_lists_what_was_meant():
-    with pytest.raises(ValueError, match="'chainsum'.*did you mean.*chain_sum.*task_names"):
+    with pytest.raises(ValueError, match="'chainsum'.*did you mean.*chain_sum.*miles-sc tasks"):
         procedural("chainsum")
     assert {"chain_sum", "spell_backward"} <= set(task_names())
 
