@@ -159,7 +159,7 @@ def _reward_panel(ax: Axes, series: Sequence[Series], styles: dict[str, Look]) -
         held_out.append(_line(ax, each.band(EVAL_REWARD), look, width=2.4))
     _absent_unless(ax, drawn + held_out)
     if any(held_out):
-        _line_legend(ax, {"held-out, clean policy, greedy": ("-", 2.4), "training, sampler": ("-", 0.8)})
+        _line_legend(ax, {"held-out (clean, greedy)": ("-", 2.4), "training, sampler": ("-", 0.8)})
     elif any(drawn):
         _line_legend(ax, {"training, sampler (held-out: not recorded in this run)": ("-", 0.8)})
 
