@@ -74,15 +74,11 @@ def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _make_model_flags(parser: argparse.ArgumentParser) -> None:
+    from miles_sc.trainer.arguments import add_task_arguments
+
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="DIR", help="Hugging Face directory to write")
-    add("--task", metavar="NAME", help="reasoning-gym task whose problems the small model is warmed up on")
-    add("--task-option", action="append", default=[], metavar="KEY=VALUE", help="an option of the task; may be repeated")
-    add("--prompt-data", metavar="FILE", help="JSONL of prompts and answers, instead of --task")
-    add("--input-key", default="input", help="prompt field of --prompt-data (default: %(default)s)")
-    add("--label-key", default="label", help="answer field of --prompt-data (default: %(default)s)")
-    add("--rm-type", metavar="RULE", help="reward rule of --prompt-data: exact, number or contains")
-    add("--held-out", type=int, default=128, metavar="N", help="problems kept for evaluation (default: %(default)s)")
+    add_task_arguments(parser)
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--warm-up-steps", type=int, default=200, metavar="N", help="supervised steps before RL (default: %(default)s)")
     add("--batch-size", type=int, default=32, metavar="N", help="problems per warm-up step (default: %(default)s)")
@@ -97,22 +93,13 @@ def _make_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def _make_model(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from miles_sc.trainer.packaged_models import load_packaged_smollm2
-    from miles_sc.trainer.tasks import load_task, parse_task_options
+    from miles_sc.trainer.tasks import task_from_args
     from miles_sc.trainer.tiny_model import make_tiny_model
 
     if args.smollm2:
         print(f"model: {load_packaged_smollm2(args.output)}")
         return 0
-    task = load_task(
-        task=args.task,
-        prompt_data=args.prompt_data,
-        input_key=args.input_key,
-        label_key=args.label_key,
-        rm_type=args.rm_type,
-        seed=args.seed,
-        held_out=args.held_out,
-        task_options=parse_task_options(args.task_option),
-    )
+    task = task_from_args(args, seed=args.seed)
     summary = make_tiny_model(
         args.output,
         task=task,

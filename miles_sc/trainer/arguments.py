@@ -31,10 +31,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     _add_output(parser.add_argument_group("output, checkpoints and comparison"))
 
 
-def _add_model_and_task(group: argparse._ArgumentGroup) -> None:
+def add_task_arguments(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+    """Which problems, which reward, and how many are kept for evaluation."""
     add = group.add_argument
-    add("--hf-checkpoint", required=True, metavar="DIR", help="Hugging Face directory of the model to train")
-    add("--ref-load", metavar="DIR", help="reference model of --use-kl-loss (default: --hf-checkpoint)")
     add("--task", metavar="NAME", help="a reasoning-gym task, e.g. chain_sum; its own verifier is the reward")
     add("--task-option", action="append", default=[], metavar="KEY=VALUE", help="an option of the task; may be repeated")
     add("--prompt-data", metavar="FILE", help="JSONL of prompts and answers, instead of --task")
@@ -44,7 +43,6 @@ def _add_model_and_task(group: argparse._ArgumentGroup) -> None:
         "--rm-type", metavar="RULE",
         help="reward rule: exact, number or contains for --prompt-data; constant:<value> for any task (default: the task's own)",
     )  # fmt: skip
-    add("--apply-chat-template", action="store_true", help="wrap each prompt in the tokenizer's chat template")
     add(
         "--held-out",
         type=int,
@@ -52,6 +50,14 @@ def _add_model_and_task(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="problems kept for evaluation, never trained on (default: %(default)s)",
     )
+
+
+def _add_model_and_task(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--hf-checkpoint", required=True, metavar="DIR", help="Hugging Face directory of the model to train")
+    add("--ref-load", metavar="DIR", help="reference model of --use-kl-loss (default: --hf-checkpoint)")
+    add_task_arguments(group)
+    add("--apply-chat-template", action="store_true", help="wrap each prompt in the tokenizer's chat template")
 
 
 def _add_rollout(group: argparse._ArgumentGroup) -> None:

@@ -23,7 +23,7 @@ from miles_sc.trainer.arguments import global_batch_size
 from miles_sc.trainer.drift import DriftProbe
 from miles_sc.trainer.files import whole_directory
 from miles_sc.trainer.prompts import PromptCodec
-from miles_sc.trainer.tasks import Problem, load_task, parse_task_options
+from miles_sc.trainer.tasks import Problem, task_from_args
 
 # kept apart from training's sampling seeds, which are sample numbers
 _PROBE_SEED = 1 << 40
@@ -57,16 +57,7 @@ class RolloutActor:
         self._args = args
         self._clean_model = self._clean_engine = self._engine = self._probe = None  # the last run's, before more is loaded
         self._config = ScoreCenteringConfig.from_args(args)
-        self._task = load_task(
-            task=args.task,
-            prompt_data=args.prompt_data,
-            input_key=args.input_key,
-            label_key=args.label_key,
-            rm_type=args.rm_type,
-            seed=args.rollout_seed,
-            held_out=args.held_out,
-            task_options=parse_task_options(args.task_option),
-        )
+        self._task = task_from_args(args, seed=args.rollout_seed)
         self._codec = PromptCodec(args.hf_checkpoint, apply_chat_template=args.apply_chat_template)
         # two models: what samples may differ from the trainer, what is evaluated never does
         self._clean_model = self._load_model()

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 import random
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,6 +96,20 @@ def load_task(
         source = JsonlProblems(Path(prompt_data), input_key, label_key, rm_type, seed=seed, held_out=held_out)
     name = " ".join([task or str(prompt_data), *(f"{key}={value}" for key, value in (task_options or {}).items())])
     return Task(name=name, source=source, reward=_reward(source, rm_type), held_out=held_out)
+
+
+def task_from_args(args: Namespace, *, seed: int) -> Task:
+    """:func:`load_task` on the flags of ``add_task_arguments``."""
+    return load_task(
+        task=args.task,
+        prompt_data=args.prompt_data,
+        input_key=args.input_key,
+        label_key=args.label_key,
+        rm_type=args.rm_type,
+        seed=seed,
+        held_out=args.held_out,
+        task_options=parse_task_options(args.task_option),
+    )
 
 
 def task_names() -> list[str]:
