@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from miles_sc.arguments import ScoreCenteringConfig
 from miles_sc.backends.fsdp import FsdpBackend, load_causal_lm
 from miles_sc.backends.settings import OptimizerSettings
+from miles_sc.config import ScoreCenteringConfig
 from miles_sc.data.conversion import samples_to_train_data
 from miles_sc.data.micro_batch import build_micro_batch
 from miles_sc.data.sharding import shard

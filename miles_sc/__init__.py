@@ -3,8 +3,8 @@
 This is the inner ring: tensors and arrays in, tensors out. It needs torch and numpy, and brings neither a server nor Ray.
 """
 
-from miles_sc.arguments import ScoreCenteringConfig
 from miles_sc.candidates import Candidates
+from miles_sc.config import ScoreCenteringConfig
 from miles_sc.loss.score_centering.estimator import ScoreCenteringInputs, score_centering_loss
 from miles_sc.loss.selected_log_probs import selected_log_probs, support_log_probs
 

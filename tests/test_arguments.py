@@ -9,7 +9,6 @@ from miles_sc import ScoreCenteringConfig
 from miles_sc.arguments import (
     ORIGINAL_LOGPROB_VARIABLE,
     add_score_centering_arguments,
-    score_centering_settings,
     validate_score_centering_arguments,
 )
 
@@ -62,7 +61,7 @@ def test_config_reads_a_namespace_once():
     assert dataclasses.astuple(config) == (8, "tis", 3.0, 0.1, 7.0, 0.7, 0.9, 4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.top_k = 5
-    assert score_centering_settings(config) == {"importance_sampling": "tis", "tis_clip": 3.0, "mis_low": 0.1, "mis_high": 7.0}
+    assert config.estimator_settings == {"importance_sampling": "tis", "tis_clip": 3.0, "mis_low": 0.1, "mis_high": 7.0}
 
 
 def test_what_a_namespace_lacks_has_its_default():

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from miles_sc.arguments import ScoreCenteringConfig
 from miles_sc.candidates import LOG_PROB_SLACK, MINUS_INFINITY, Candidates
+from miles_sc.config import ScoreCenteringConfig
 from miles_sc.rollout.sample import Sample
 from miles_sc.sampling_support import SamplingSupport
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from miles_sc.arguments import ScoreCenteringConfig
+from miles_sc.config import ScoreCenteringConfig
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from miles_sc.arguments import LOSS_TYPE
+from miles_sc.config import LOSS_TYPE
 from miles_sc.loss.batch import LossBatch, LossOutput, LossSettings
 from miles_sc.loss.finite_guard import FiniteGuard
 from miles_sc.loss.policy import policy_loss

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from miles_sc.arguments import ScoreCenteringConfig
+from miles_sc.config import ScoreCenteringConfig
 from miles_sc.rollout.engines import Engine
 from miles_sc.rollout.request import configure_request
 from miles_sc.rollout.response import append_candidates, append_sampled_tokens

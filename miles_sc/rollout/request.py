@@ -4,7 +4,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from miles_sc.arguments import ScoreCenteringConfig
+from miles_sc.config import ScoreCenteringConfig
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _NEUTRAL_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}

@@ -6,14 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from miles_sc.arguments import (
-    LARGEST_FLOAT,
-    LOSS_TYPE,
-    ScoreCenteringConfig,
-    add_score_centering_arguments,
-    validate_score_centering_arguments,
-)
+from miles_sc.arguments import add_score_centering_arguments, validate_score_centering_arguments
 from miles_sc.backends.settings import OptimizerSettings
+from miles_sc.config import LARGEST_FLOAT, LOSS_TYPE, ScoreCenteringConfig
 from miles_sc.loss.batch import LossSettings
 from miles_sc.loss.policy import TIS_MODES
 from miles_sc.loss.regularizers import KL_TYPES

@@ -11,8 +11,8 @@ import ray
 import torch
 from transformers import PreTrainedModel
 
-from miles_sc.arguments import ScoreCenteringConfig
 from miles_sc.backends.fsdp import load_causal_lm
+from miles_sc.config import ScoreCenteringConfig
 from miles_sc.data.conversion import samples_to_train_data
 from miles_sc.data.sharding import shard
 from miles_sc.rollout.engines.embedded import EmbeddedEngine

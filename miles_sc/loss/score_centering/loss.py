@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from miles_sc.arguments import score_centering_settings
 from miles_sc.loss.batch import LossBatch, LossOutput, LossSettings
 from miles_sc.loss.finite_guard import FiniteGuard
 from miles_sc.loss.score_centering.estimator import ScoreCenteringInputs, score_centering_loss
@@ -37,7 +36,7 @@ def centered(scores: Scores, batch: LossBatch, settings: LossSettings, guard: Fi
         active=batch.active,
         complete_head=settings.score_centering.mode == "support",
     )
-    per_token, metrics = score_centering_loss(inputs, guard=guard, **score_centering_settings(settings.score_centering))
+    per_token, metrics = score_centering_loss(inputs, guard=guard, **settings.score_centering.estimator_settings)
     # the alignment alarm: rows shifted by one leave every other metric plausible, and this one falls at once
     in_head = (batch.candidate_ids == batch.token_ids[:, None]).any(dim=1)
     return per_token, metrics | {"sc_sampled_in_head": in_head.to(per_token.dtype)}
