@@ -8,7 +8,8 @@ from torch import Tensor
 from miles_sc.loss.batch import LossBatch, LossSettings
 from miles_sc.loss.reduction import weighted_sum
 from miles_sc.loss.regularizers import reference_kl
-from miles_sc.loss.selected_log_probs import selected_log_probs, support_log_probs
+from miles_sc.loss.selected_log_probs import selected_log_probs
+from miles_sc.loss.support_log_probs import support_log_probs
 
 
 @dataclass(frozen=True)

@@ -1,46 +1,19 @@
-"""Log-probs of a few selected tokens per row, without a second tensor of the logits' size.
+"""Log-probs of a few selected tokens per row of logits, without a second tensor of the logits' size.
 
-Both functions here are explicit autograd Functions on this rank's columns. Since the loss is replicated over the
-tensor-parallel group, forward reduces and backward reduces nothing.
+An explicit autograd Function on this rank's columns. Since the loss is replicated over the tensor-parallel group, forward
+reduces and backward reduces nothing.
 """
-
-import math
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from miles_sc.loss.vocabulary import VocabularyShard, accumulation_dtype, check_scoring_inputs, logits_shard
+
 # Rows are scored a few at a time, so that the handful of passes over a chunk find it in the cache: on a CPU this, and the
 # fused softmax kernel, decide the speed (a chunk beyond the cache costs 4x). An accelerator wants larger launches.
 CPU_CHUNK_BYTES = 4 << 20
 ACCELERATOR_CHUNK_BYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class _VocabularyShard:
-    """This rank's columns of the true vocabulary: global ids ``start .. start + width - 1``."""
-
-    start: int
-    width: int
-    vocab_size: int
-    group: dist.ProcessGroup | None
-
-    def max(self, rows: Tensor) -> Tensor:
-        return self._reduce(rows, dist.ReduceOp.MAX)
-
-    def sum(self, rows: Tensor) -> Tensor:
-        return self._reduce(rows, dist.ReduceOp.SUM)
-
-    def _reduce(self, rows: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        if self.group is not None:
-            dist.all_reduce(rows, op=op, group=self.group)
-        return rows
-
-    def local(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each id here, and whether it is here at all; an absent id points at column 0."""
-        owned = (token_ids >= self.start) & (token_ids < self.start + self.width)
-        return torch.where(owned, token_ids - self.start, 0), owned
 
 
 def selected_log_probs(
@@ -75,9 +48,8 @@ def selected_log_probs(
     Raises:
         ValueError: shapes, vocabulary, temperature, chunk size; ids out of range (on the CPU, where looking costs no sync).
     """
-    shard = _vocabulary_shard(logits, token_ids, group, vocab_size, temperature)
-    if chunk_size != -1 and chunk_size < 1:
-        raise ValueError(f"chunk_size = {chunk_size}: give a positive number of rows, or -1 to let the device decide")
+    shard = logits_shard(logits, group, vocab_size)
+    check_scoring_inputs(token_ids, len(logits), shard.vocab_size, temperature=temperature, chunk_size=chunk_size)
     rows = _chunk_rows(logits) if chunk_size == -1 else chunk_size
     log_probs, entropy = _SelectedLogProbs.apply(
         logits, token_ids.long(), shard, float(temperature), rows, inplace_backward, with_entropy
@@ -85,98 +57,21 @@ def selected_log_probs(
     return (log_probs, entropy) if with_entropy else log_probs
 
 
-def support_log_probs(
-    logits: Tensor,
-    token_ids: Tensor,
-    *,
-    group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probs of selected tokens normalised over a recorded sampling support (top-p/top-k replay).
-
-    Only the ``1 + K`` logits of a row are read, and only tensors of that width are saved. Off the support the gradient is
-    exactly zero.
-
-    Args:
-        logits, group, vocab_size, temperature: as in :func:`selected_log_probs`.
-        token_ids: integer ``[T, 1+K]``: the sampled token, then the support it was drawn from, padded with -1.
-        with_entropy: also return the entropy over the support.
-
-    Returns:
-        float32 ``[T, 1+K]`` (float64 for float64 logits), 0 at padding and in rows without support; with entropy
-        ``(log_probs, entropy [T])``.
-
-    Raises:
-        ValueError: as :func:`selected_log_probs`.
-    """
-    shard = _vocabulary_shard(logits, token_ids, group, vocab_size, temperature)
-    token_ids = token_ids.long()
-    scaled = _GatherSelected.apply(logits, token_ids, shard) / temperature
-    valid = token_ids >= 0
-    valid = valid & valid[:, 1:].any(dim=1, keepdim=True)
-    # a row without support is given a single 0, so that its logsumexp and gradient stay finite
-    support = torch.where(valid[:, 1:], scaled[:, 1:], -torch.inf)
-    support = torch.where(valid[:, 1:].any(dim=1, keepdim=True), support, 0.0)
-    log_probs = torch.where(valid, scaled - support.logsumexp(dim=1, keepdim=True), 0.0)
-    log_probs = log_probs.masked_fill(token_ids >= shard.vocab_size, torch.nan)
-    if not with_entropy:
-        return log_probs
-    head = log_probs[:, 1:]
-    counted = torch.where(valid[:, 1:] & (head > -torch.inf), head, 0.0)  # p log p is 0 where p is 0
-    return log_probs, -(torch.where(valid[:, 1:], head.exp(), 0.0) * counted).sum(dim=1)
-
-
-def _vocabulary_shard(
-    logits: Tensor, token_ids: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None, temperature: float
-) -> _VocabularyShard:
-    if logits.dim() != 2 or token_ids.dim() != 2 or token_ids.shape[0] != logits.shape[0]:
-        raise ValueError(
-            f"logits {tuple(logits.shape)} and token_ids {tuple(token_ids.shape)}: give [T, V] and [T, 1+K] with the same T"
-        )
-    if token_ids.is_floating_point() or token_ids.dtype == torch.bool:
-        raise ValueError(f"token_ids has dtype {token_ids.dtype}: give integers")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature = {temperature}: a trained distribution needs a finite temperature above 0")
-    alone = group is None or dist.get_world_size(group) == 1
-    rank, world_size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
-    columns = logits.shape[1]
-    vocab_size = columns * world_size if vocab_size is None else vocab_size
-    if not 0 < vocab_size <= columns * world_size:
-        raise ValueError(f"vocab_size = {vocab_size}: must lie in 1..{columns * world_size}, the columns of all ranks together")
-    if (
-        token_ids.device.type == "cpu"
-        and token_ids.numel()
-        and not -1 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size
-    ):
-        raise ValueError(
-            f"token_ids lie in {int(token_ids.min())}..{int(token_ids.max())}: must lie in -1..{vocab_size - 1} "
-            "(-1 is an unused slot); is the sampler's tokenizer the trainer's?"
-        )
-    start = rank * columns
-    return _VocabularyShard(start, min(max(vocab_size - start, 0), columns), vocab_size, None if alone else group)
-
-
 def _chunk_rows(logits: Tensor) -> int:
     on_cpu = logits.device.type == "cpu"
-    row_bytes = max(logits.shape[1], 1) * _accumulation_dtype(logits).itemsize
+    row_bytes = max(logits.shape[1], 1) * accumulation_dtype(logits).itemsize
     rows = (CPU_CHUNK_BYTES if on_cpu else ACCELERATOR_CHUNK_BYTES) // row_bytes
     threads = torch.get_num_threads() if on_cpu else 1
     return max(rows // threads * threads, threads)  # whole rows for every thread
 
 
-def _accumulation_dtype(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
-
-
 class _ChunkReader:
     """Row chunks of the true columns as ``logits / temperature`` in the accumulation dtype, through one reused buffer."""
 
-    def __init__(self, logits: Tensor, shard: _VocabularyShard, temperature: float, rows: int) -> None:
+    def __init__(self, logits: Tensor, shard: VocabularyShard, temperature: float, rows: int) -> None:
         self.logits, self.width, self.temperature, self.rows = logits, shard.width, temperature, rows
         self.one_of_several = shard.group is not None
-        dtype = _accumulation_dtype(logits)
+        dtype = accumulation_dtype(logits)
         buffer = (min(rows, logits.shape[0]), shard.width)
         self.copies = logits.dtype != dtype or temperature != 1.0 or shard.width != logits.shape[1]
         self._scaled = logits.new_empty(buffer if self.copies else (0, 0), dtype=dtype)
@@ -215,7 +110,7 @@ class _SelectedLogProbs(torch.autograd.Function):
     def forward(ctx, logits, token_ids, shard, temperature, rows, inplace_backward, with_entropy):
         columns, owned = shard.local(token_ids)
         reader = _ChunkReader(logits, shard, temperature, rows)
-        dtype = _accumulation_dtype(logits)
+        dtype = accumulation_dtype(logits)
         selected = torch.zeros(token_ids.shape, dtype=dtype, device=logits.device)
         largest = torch.full(logits.shape[:1], -torch.inf, dtype=dtype, device=logits.device)
         kernel_log_sum, mass, mean = torch.zeros_like(largest), torch.ones_like(largest), torch.zeros_like(largest)
@@ -278,7 +173,7 @@ class _SelectedLogProbs(torch.autograd.Function):
         return gradient, None, None, None, None, None, None
 
 
-def _combine(largest: Tensor, kernel_log_sum: Tensor, mass: Tensor, shard: _VocabularyShard) -> tuple[Tensor, Tensor]:
+def _combine(largest: Tensor, kernel_log_sum: Tensor, mass: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
     """The largest logit ``[T]`` of the whole vocabulary, and ``log(sum exp(z - largest))`` over it."""
     local = kernel_log_sum + mass.log()
     if shard.group is None:
@@ -297,24 +192,3 @@ def _entropy_factor(p, z, scale, grad_entropy, kernel_to_true, lse, entropy, tem
     """What the kernel's p is multiplied by where the entropy has a gradient too."""
     log_p_plus_entropy = torch.where(p > 0, z, 0.0) - (lse - entropy)[chunk, None]
     return scale[chunk, None] - (grad_entropy * kernel_to_true / temperature)[chunk, None] * log_p_plus_entropy
-
-
-class _GatherSelected(torch.autograd.Function):
-    """Raw logits of ids ``[T, 1+K]`` from ``[T, V/TP]``, 0 where the id is -1. Forward: one SUM over the group."""
-
-    @staticmethod
-    def forward(ctx, logits, token_ids, shard):
-        columns, owned = shard.local(token_ids)
-        ctx.save_for_backward(columns, owned)
-        ctx.like = (logits.shape, logits.dtype)
-        gathered = torch.where(owned, logits.gather(1, columns).to(_accumulation_dtype(logits)), 0.0)
-        return shard.sum(gathered)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        columns, owned = ctx.saved_tensors
-        shape, dtype = ctx.like
-        gradient = torch.zeros(shape, dtype=grad.dtype, device=grad.device)
-        gradient.scatter_add_(1, columns, torch.where(owned, grad, 0.0))
-        return gradient.to(dtype), None, None

@@ -1,0 +1,72 @@
+"""Log-probs under a replayed sampling support: only the support's logits are read, and only they get a gradient."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from miles_sc.loss.vocabulary import accumulation_dtype, check_scoring_inputs, logits_shard
+
+
+def support_log_probs(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probs of selected tokens normalised over a recorded sampling support (top-p/top-k replay).
+
+    Only the ``1 + K`` logits of a row are read, and only tensors of that width are saved. Off the support the gradient is
+    exactly zero.
+
+    Args:
+        logits, group, vocab_size, temperature: as in :func:`miles_sc.selected_log_probs`.
+        token_ids: integer ``[T, 1+K]``: the sampled token, then the support it was drawn from, padded with -1.
+        with_entropy: also return the entropy over the support.
+
+    Returns:
+        float32 ``[T, 1+K]`` (float64 for float64 logits), 0 at padding and in rows without support; with entropy
+        ``(log_probs, entropy [T])``.
+
+    Raises:
+        ValueError: as :func:`miles_sc.selected_log_probs`.
+    """
+    shard = logits_shard(logits, group, vocab_size)
+    check_scoring_inputs(token_ids, len(logits), shard.vocab_size, temperature=temperature, chunk_size=-1)
+    token_ids = token_ids.long()
+    scaled = _GatherSelected.apply(logits, token_ids, shard) / temperature
+    valid = token_ids >= 0
+    valid = valid & valid[:, 1:].any(dim=1, keepdim=True)
+    # a row without support is given a single 0, so that its logsumexp and gradient stay finite
+    support = torch.where(valid[:, 1:], scaled[:, 1:], -torch.inf)
+    support = torch.where(valid[:, 1:].any(dim=1, keepdim=True), support, 0.0)
+    log_probs = torch.where(valid, scaled - support.logsumexp(dim=1, keepdim=True), 0.0)
+    log_probs = log_probs.masked_fill(token_ids >= shard.vocab_size, torch.nan)
+    if not with_entropy:
+        return log_probs
+    head = log_probs[:, 1:]
+    counted = torch.where(valid[:, 1:] & (head > -torch.inf), head, 0.0)  # p log p is 0 where p is 0
+    return log_probs, -(torch.where(valid[:, 1:], head.exp(), 0.0) * counted).sum(dim=1)
+
+
+class _GatherSelected(torch.autograd.Function):
+    """Raw logits of ids ``[T, 1+K]`` from ``[T, V/TP]``, 0 where the id is -1. Forward: one SUM over the group."""
+
+    @staticmethod
+    def forward(ctx, logits, token_ids, shard):
+        columns, owned = shard.local(token_ids)
+        ctx.save_for_backward(columns, owned)
+        ctx.like = (logits.shape, logits.dtype)
+        gathered = torch.where(owned, logits.gather(1, columns).to(accumulation_dtype(logits)), 0.0)
+        return shard.sum(gathered)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        columns, owned = ctx.saved_tensors
+        shape, dtype = ctx.like
+        gradient = torch.zeros(shape, dtype=grad.dtype, device=grad.device)
+        gradient.scatter_add_(1, columns, torch.where(owned, grad, 0.0))
+        return gradient.to(dtype), None, None

@@ -1,0 +1,110 @@
+"""This rank's columns of the vocabulary, and the reductions that make them one vocabulary again."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Global ids ``start .. start + width - 1``; the local columns from ``width`` on are padding.
+
+    Attributes:
+        vocab_size: true vocabulary over all ranks.
+        group: tensor-parallel group, None where one rank holds every column.
+    """
+
+    start: int
+    width: int
+    vocab_size: int
+    group: dist.ProcessGroup | None
+
+    @staticmethod
+    def of(columns: int, *, group: dist.ProcessGroup | None, vocab_size: int | None) -> "VocabularyShard":
+        """The shard of this rank: the ranks' columns, one after the other, are the vocabulary and then padding.
+
+        Equal widths with padding at the end (Megatron), ``torch.chunk``'s short last ranks, any other split. The first call
+        of a group asks every rank for its width, in one small collective.
+
+        Args:
+            columns: of the local logits; a rank has the same number at every call.
+            group: tensor-parallel group.
+            vocab_size: true vocabulary; None where nothing is padded.
+
+        Raises:
+            ValueError: a vocabulary that does not fit the columns; on every rank alike.
+        """
+        alone = group is None or dist.get_world_size(group) == 1
+        widths = (columns,) if alone else _columns_of_all_ranks(columns, group)
+        vocab_size = sum(widths) if vocab_size is None else vocab_size
+        if not 0 < vocab_size <= sum(widths):
+            raise ValueError(f"vocab_size = {vocab_size}: must lie in 1..{sum(widths)}, the columns of all ranks together")
+        start = 0 if alone else sum(widths[: dist.get_rank(group)])
+        return VocabularyShard(start, min(max(vocab_size - start, 0), columns), vocab_size, None if alone else group)
+
+    def max(self, rows: Tensor) -> Tensor:
+        """Elementwise maximum over the group, in place. One collective."""
+        return self._reduce(rows, dist.ReduceOp.MAX)
+
+    def sum(self, rows: Tensor) -> Tensor:
+        """Elementwise sum over the group, in place. One collective."""
+        return self._reduce(rows, dist.ReduceOp.SUM)
+
+    def _reduce(self, rows: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(rows, op=op, group=self.group)
+        return rows
+
+    def local(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Column of each id here, and whether it is here at all; an absent id points at column 0."""
+        owned = (token_ids >= self.start) & (token_ids < self.start + self.width)
+        return torch.where(owned, token_ids - self.start, 0), owned
+
+
+@lru_cache(maxsize=64)
+def _columns_of_all_ranks(columns: int, group: dist.ProcessGroup) -> tuple[int, ...]:
+    widths: list[int] = [0] * dist.get_world_size(group)
+    dist.all_gather_object(widths, columns, group=group)
+    return tuple(widths)
+
+
+def logits_shard(logits: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> VocabularyShard:
+    """The shard of ``logits [T, V/TP]``, see :meth:`VocabularyShard.of`."""
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
+        shape = (tuple(logits.shape), logits.dtype) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"logits {shape}: give floating-point [T, V]")
+    return VocabularyShard.of(logits.shape[1], group=group, vocab_size=vocab_size)
+
+
+def check_scoring_inputs(token_ids: Tensor, rows: int, vocab_size: int, *, temperature: float, chunk_size: int) -> None:
+    """What every scoring function asks of its arguments.
+
+    Raises:
+        ValueError: shape, dtype, temperature, chunk size; ids out of range (on the CPU, where looking costs no sync).
+    """
+    if not isinstance(token_ids, Tensor):
+        raise ValueError(f"token_ids is a {type(token_ids).__name__}: give an integer tensor [T, 1+K]")
+    if token_ids.dim() != 2 or token_ids.shape[0] != rows:
+        raise ValueError(f"token_ids {tuple(token_ids.shape)} for {rows} rows: give [T, 1+K] with the same T")
+    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
+        raise ValueError(f"token_ids has dtype {token_ids.dtype}: give integers")
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature = {temperature}: a trained distribution needs a finite temperature above 0")
+    if chunk_size != -1 and chunk_size < 1:
+        raise ValueError(f"chunk_size = {chunk_size}: give a positive number of rows, or -1 to let the device decide")
+    if token_ids.device.type == "cpu" and token_ids.numel():
+        lowest, highest = int(token_ids.min()), int(token_ids.max())
+        if lowest < -1 or highest >= vocab_size:
+            raise ValueError(
+                f"token_ids lie in {lowest}..{highest}: must lie in -1..{vocab_size - 1} (-1 is an unused slot); is the "
+                "sampler's tokenizer the trainer's?"
+            )
+
+
+def accumulation_dtype(values: Tensor) -> torch.dtype:
+    """float32, or float64 for float64."""
+    return torch.promote_types(values.dtype, torch.float32)
