@@ -1,9 +1,7 @@
 """A Hugging Face causal LM under FSDP2 (``fully_shard``): gloo on CPUs, NCCL where CUDA is there."""
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -19,15 +17,17 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from miles_sc.backends.optimizer_step import check_gradient_norm, learning_rate, micro_batch_loss, raise_on_every_rank
+from miles_sc.backends.response_rows import ResponseRows
 from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.data.micro_batch import MicroBatch
-from miles_sc.loss.batch import LossBatch, LossOutput, LossSettings
+from miles_sc.loss.batch import LossBatch, LossSettings
 from miles_sc.loss.finite_guard import FiniteGuard
 from miles_sc.loss.hub import LossFunction
 from miles_sc.loss.metrics import StepMetrics
+from miles_sc.parallel.groups import ParallelGroups
 
 ScoreFunction = Callable[[Tensor, LossBatch], Tensor]
 
@@ -52,11 +52,12 @@ class FsdpBackend:
         """
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self.world_size = dist.get_world_size()
+        self.groups = ParallelGroups(data=dist.group.WORLD, rows=dist.group.WORLD)
         self.settings = optimizer
         self.steps = 0
         self.recompute_loss = recompute_loss
         self.model = _sharded_model(model_path, self.device, bf16=bf16, gradient_checkpointing=gradient_checkpointing)
-        self._response_rows = _ResponseRows(self.model)
+        self._response_rows = ResponseRows(self.model.get_output_embeddings())
         self.optimizer = None if optimizer is None else _build_optimizer(self.model, optimizer)
 
     @property
@@ -66,8 +67,13 @@ class FsdpBackend:
 
     def logits(self, micro_batch: MicroBatch) -> Tensor:
         """``[T, V]`` at the response rows; no other row is projected to the vocabulary."""
+        # samples packed into one row must not see each other; a row of its own needs the causal mask only
+        mask = micro_batch.attention_mask()[:, None] if micro_batch.layout.packed else None
         with self._response_rows.select(micro_batch.rows):
-            return self.model(input_ids=micro_batch.input_ids, use_cache=False).logits[0]
+            output = self.model(
+                input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids, attention_mask=mask, use_cache=False
+            )
+        return output.logits[0]
 
     @torch.no_grad()
     def score(self, micro_batches: Iterable[MicroBatch], function: ScoreFunction) -> list[Tensor]:
@@ -95,7 +101,8 @@ class FsdpBackend:
         for number, micro_batch in enumerate(micro_batches, start=1):
             self.model.set_requires_gradient_sync(number == passes)
             guard.watch(micro_batch.describe)
-            output = self._loss(self.logits(micro_batch), micro_batch.loss, loss_function, settings, guard)
+            logits = self.logits(micro_batch)
+            output = micro_batch_loss(logits, micro_batch.loss, loss_function, settings, guard, recompute=self.recompute_loss)
             # the weights already divide by the whole step, and FSDP averages over ranks
             (output.loss * self.world_size).backward()
             metrics.add(output.token_metrics, micro_batch.loss)
@@ -103,35 +110,20 @@ class FsdpBackend:
             raise ValueError(
                 f"{number} micro-batches came and {passes} were announced: the gradient was never reduced over ranks"
             )
-        _raise_on_every_rank(guard, self.device)
+        raise_on_every_rank(guard, self.device)
         norm = self._clip_gradient()
-        lr = self._next_learning_rate()
-        self.optimizer.step()
-        return metrics.reduce() | {"grad_norm": norm, "lr": lr}
-
-    def _loss(self, logits, batch, loss_function, settings, guard) -> LossOutput:
-        if not self.recompute_loss:
-            return loss_function(batch, logits, settings, guard)
-        # the second run repeats what the first has reported
-        guards = itertools.chain([guard], itertools.repeat(FiniteGuard()))
-        return checkpoint(lambda scores: loss_function(batch, scores, settings, next(guards)), logits, use_reentrant=False)
-
-    def _next_learning_rate(self) -> float:
         self.steps += 1
-        lr = self.settings.lr * min(1.0, self.steps / max(self.settings.lr_warmup_iters, 1))
+        lr = learning_rate(self.settings, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        return lr
+        self.optimizer.step()
+        return metrics.reduce(self.groups.rows) | {"grad_norm": norm, "lr": lr}
 
     def _clip_gradient(self) -> float:
         limit = self.settings.clip_grad if self.settings.clip_grad > 0 else math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if not math.isfinite(norm):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise ValueError(
-                f"the gradient norm is {norm}: nothing was updated; lower --lr or look at the last metrics for what diverged"
-            )
+        check_gradient_norm(norm)
         return norm
 
     def export_weights(self) -> dict[str, Tensor]:
@@ -177,27 +169,6 @@ class FsdpBackend:
         }
 
 
-class _ResponseRows:
-    """Lets a model project only chosen rows to the vocabulary, with its own head and whatever follows it (soft caps, scales)."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._rows: Tensor | None = None
-        model.get_output_embeddings().register_forward_pre_hook(self._choose)
-
-    @contextmanager
-    def select(self, rows: Tensor) -> Iterator[None]:
-        self._rows = rows
-        try:
-            yield
-        finally:
-            self._rows = None
-
-    def _choose(self, module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if self._rows is None:
-            return inputs
-        return (inputs[0].flatten(0, 1)[self._rows][None],)
-
-
 def load_causal_lm(path: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A Hugging Face directory's causal LM on the CPU; nothing is fetched."""
     config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -225,28 +196,12 @@ def _sharded_model(path: str, device: torch.device, *, bf16: bool, gradient_chec
 
 
 def _build_optimizer(model: PreTrainedModel, settings: OptimizerSettings) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    # norms and biases do not decay, as in Megatron
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=settings.lr,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=settings.adam_eps,
-        weight_decay=settings.weight_decay,
-    )
-
-
-def _raise_on_every_rank(guard: FiniteGuard, device: torch.device) -> None:
-    """A broken token on one rank stops all of them before the optimizer steps: none may wait for another in vain."""
-    error: ValueError | None = None
-    try:
-        guard.raise_if_tripped()
-    except ValueError as found:
-        error = found
-    tripped = torch.tensor(float(error is not None), device=device)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(tripped, op=dist.ReduceOp.MAX)
-    if error is not None:
-        raise error
-    if tripped > 0:
-        raise ValueError("another data-parallel rank found a trained token with a value that is not finite; nothing was updated")
+        return torch.optim.SGD(groups, lr=settings.lr)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps)

@@ -1,4 +1,4 @@
-"""One rank's tensors for one forward pass: a padded batch, and where in it the response rows are."""
+"""One rank's tensors for one forward pass: its tokens in their layout, and where among them the response rows are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,111 +9,141 @@ from torch import Tensor
 
 from miles_sc.data.conversion import TrainData
 from miles_sc.loss.batch import LossBatch
+from miles_sc.parallel.context import ONE_RANK, ContextLayout, ContextMap, attention_mask, context_map
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Attributes:
-    input_ids: int64 ``[B, L]``, right-padded, so that under a causal mask no token sees padding.
-    rows: int64 ``[T]``, positions in the flattened ``[B * L]`` whose logits predict a response token.
+    input_ids: int64 ``[B, S]`` of this context-parallel rank.
+    position_ids: int64 ``[B, S]``, each token's place in its sample.
+    rows: int64 ``[T]``, positions in the flattened ``[B * S]`` whose logits predict a response token.
     loss: the same T rows for the loss.
-    samples: ``(sample_index, response_length)`` of each sequence, for error messages.
+    sample_indices: of every sample, for error messages.
+    layout, maps: how samples lie over the context-parallel group, and the slots of each of its ranks.
+    rank: in that group.
     """
 
     input_ids: Tensor
+    position_ids: Tensor
     rows: Tensor
     loss: LossBatch
-    samples: tuple[tuple[int, int], ...]
+    sample_indices: tuple[int, ...]
+    layout: ContextLayout
+    maps: tuple[ContextMap, ...]
+    rank: int
 
     def describe(self, row: int) -> str:
         """Which token a row is."""
-        for index, length in self.samples:
-            if row < length:
-                return f"sample {index}, response token {row}"
-            row -= length
-        return "no sample"
+        response_row = int(self.maps[self.rank].response_rows[row])
+        ends = np.cumsum(self.maps[self.rank].response_lengths)
+        sample = int(np.searchsorted(ends, response_row, side="right"))
+        start = ends[sample] - self.maps[self.rank].response_lengths[sample]
+        return f"sample {self.sample_indices[sample]}, response token {response_row - start}"
+
+    def by_sample(self, values: Tensor) -> list[np.ndarray]:
+        """``[T]`` as one array per sample with a place for every response token; NaN where another rank holds the row."""
+        mine, flat = self.maps[self.rank], values.float().cpu().numpy()
+        joined = np.full(int(mine.response_lengths.sum()), np.nan, np.float32)
+        joined[mine.response_rows] = flat
+        return np.split(joined, np.cumsum(mine.response_lengths)[:-1]) if self.sample_indices else []
+
+    def attention_mask(self) -> Tensor:
+        """bool ``[B, S, size * S]``, true where a query sees a key; the keys of all context-parallel ranks side by side."""
+        return torch.from_numpy(attention_mask(self.maps, self.rank)).to(self.input_ids.device)
 
 
-def build_micro_batch(data: TrainData, members: Sequence[int], device: torch.device, *, pad_token_id: int) -> MicroBatch:
+def build_micro_batch(
+    data: TrainData,
+    members: Sequence[int],
+    device: torch.device,
+    *,
+    pad_token_id: int,
+    layout: ContextLayout = ONE_RANK,
+    rank: int = 0,
+) -> MicroBatch:
     """Tensors of some samples of a shard.
 
     Args:
-        data: a :class:`~miles_sc.data.sharding.Shard`'s; may also hold ``old_log_probs`` and ``ref_log_probs``.
-        members: positions in ``data``; none gives one padding token and T = 0, so that the rank still takes part in every
+        data: a :class:`~miles_sc.data.sharding.Shard`'s; may also hold ``old_log_probs`` and ``ref_log_probs``, float32 ``[R]``
+            of each sample, of which only the rows held here are read.
+        members: positions in ``data``; none gives padding alone and T = 0, so that the rank still takes part in every
             collective.
+        layout, rank: which of the samples' rows this rank holds.
     """
-    sequences = [data["tokens"][i] for i in members] or [np.array([pad_token_id], np.int32)]
-    width = max(sequence.size for sequence in sequences)
-    input_ids = np.full((len(sequences), width), pad_token_id, np.int64)
-    for place, sequence in enumerate(sequences):
-        input_ids[place, : sequence.size] = sequence
-
+    tokens = [data["tokens"][i] for i in members]
     lengths = [data["response_lengths"][i] for i in members]
-    # logits at position t predict token t + 1
-    rows = [
-        place * width + np.arange(sequences[place].size - length - 1, sequences[place].size - 1)
-        for place, length in enumerate(lengths)
-    ]
-    columns = _Columns(data, members, lengths, device)
+    sizes = [sample.size for sample in tokens]
+    maps = tuple(context_map(sizes, lengths, layout, rank=r) for r in range(layout.size))
+    mine = maps[rank]
+    columns = _Columns(data, members, mine, device)
     loss = LossBatch(
-        token_ids=columns.join([sequences[place][sequences[place].size - n :] for place, n in enumerate(lengths)], torch.int64),
+        selected_ids=columns.selected_ids(),
         weights=columns.per_sample("row_weights"),
         active=columns.of("loss_masks", torch.bool),
         advantages=columns.per_sample("rewards"),
         rollout_log_probs=columns.of("rollout_log_probs", torch.float32),
-        candidate_ids=columns.candidate_ids(),
         candidate_log_probs=columns.of("rollout_topk_log_probs", torch.float32),
         old_log_probs=columns.of("old_log_probs", torch.float32),
         ref_log_probs=columns.of("ref_log_probs", torch.float32),
     )
+    # padding reads the token that stands behind all others
+    joined = np.concatenate([*tokens, np.array([pad_token_id], np.int32)])
     return MicroBatch(
-        input_ids=torch.from_numpy(input_ids).to(device),
-        rows=columns.join(rows, torch.int64),
+        input_ids=torch.from_numpy(joined[mine.tokens]).to(device, torch.int64),
+        position_ids=torch.from_numpy(mine.positions).to(device),
+        rows=torch.from_numpy(mine.rows).to(device),
         loss=loss,
-        samples=tuple((data["sample_indices"][i], length) for i, length in zip(members, lengths, strict=True)),
+        sample_indices=tuple(data["sample_indices"][i] for i in members),
+        layout=layout,
+        maps=maps,
+        rank=rank,
     )
 
 
-@dataclass(frozen=True)
 class _Columns:
-    """Joins the members' entries of a train-data key into one tensor of T rows."""
+    """This rank's rows of the members' entries of a train-data key, joined into one tensor of T rows."""
 
-    data: TrainData
-    members: Sequence[int]
-    lengths: list[int]
-    device: torch.device
-
-    def join(self, parts: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
-        joined = np.concatenate(parts) if parts else np.empty(0, np.float32)
-        return torch.from_numpy(joined).to(self.device, dtype)
+    def __init__(self, data: TrainData, members: Sequence[int], slots: ContextMap, device: torch.device) -> None:
+        self.data, self.members, self.device = data, members, device
+        rows = [slots.response_rows_of(place) for place in range(len(members))]
+        self.counts = [len(part) for part in rows]
+        # where a rank holds all rows of a sample, a view of them serves
+        whole = slice(None)
+        self.rows = [whole if len(part) == n else part for part, n in zip(rows, slots.response_lengths, strict=True)]
 
     def of(self, key: str, dtype: torch.dtype) -> Tensor | None:
         if key not in self.data:
             return None
-        parts = [self.data[key][i] for i in self.members]
-        return self.join(parts or [self._nothing(key)], dtype)
+        parts = [self.data[key][i][rows] for i, rows in zip(self.members, self.rows, strict=True)]
+        joined = np.concatenate(parts) if parts else np.empty((0, *self.data[key][0].shape[1:]), np.float32)
+        return torch.from_numpy(joined).to(self.device, dtype)
 
     def per_sample(self, key: str) -> Tensor:
         values = np.array([self.data[key][i] for i in self.members], np.float32)
-        return torch.from_numpy(np.repeat(values, self.lengths)).to(self.device)
+        return torch.from_numpy(np.repeat(values, self.counts)).to(self.device)
 
-    def candidate_ids(self) -> Tensor | None:
-        if "rollout_topk_log_probs" not in self.data:
-            return None
-        parts = [self._candidate_ids(i) for i in self.members]
-        return self.join(parts or [self._nothing("rollout_topk_log_probs")], torch.int64)
+    def selected_ids(self) -> Tensor:
+        """int64 ``[T, 1+K]``: the sampled token, then the candidates; written once, where the loss reads them."""
+        recorded = "rollout_topk_log_probs" in self.data
+        width = self.data["rollout_topk_log_probs"][0].shape[1] if recorded else 0
+        ids = np.empty((sum(self.counts), 1 + width), np.int64)
+        end = 0
+        for i, rows, count in zip(self.members, self.rows, self.counts, strict=True):
+            start, end = end, end + count
+            tokens, length = self.data["tokens"][i], self.data["response_lengths"][i]
+            ids[start:end, 0] = tokens[tokens.size - length :][rows]
+            if recorded:
+                ids[start:end, 1:] = self._candidate_ids(i, rows)
+        return torch.from_numpy(ids).to(self.device)
 
-    def _candidate_ids(self, i: int) -> np.ndarray:
+    def _candidate_ids(self, i: int, rows: slice | np.ndarray) -> np.ndarray:
         dense = self.data["rollout_topk_token_ids"][i]
         if dense is not None:
-            return dense
+            return dense[rows]
         # compact form: the first `length` ids of each row's support
-        lengths, offsets = self.data["rollout_topk_lengths"][i], self.data["rollout_sampling_mask_offsets"][i]
-        ids, width = self.data["rollout_sampling_mask_ids"][i], self.data["rollout_topk_log_probs"][i].shape[1]
-        places = offsets[:-1, None] + np.arange(width)
+        lengths = self.data["rollout_topk_lengths"][i][rows]
+        offsets, ids = self.data["rollout_sampling_mask_offsets"][i][:-1][rows], self.data["rollout_sampling_mask_ids"][i]
+        width = self.data["rollout_topk_log_probs"][i].shape[1]
         used = np.arange(width) < lengths[:, None]
-        return np.where(used, ids[np.where(used, places, 0)], -1)
-
-    def _nothing(self, key: str) -> np.ndarray:
-        shapes = [value.shape[1:] for value in self.data[key] if value is not None]
-        return np.empty((0, *(shapes[0] if shapes else ())), np.float32)
+        return np.where(used, ids[np.where(used, offsets[:, None] + np.arange(width), 0)], -1)

@@ -7,6 +7,7 @@ import numpy as np
 
 from miles_sc.data.conversion import TrainData
 from miles_sc.loss.reduction import row_weights
+from miles_sc.parallel.context import ONE_RANK, ContextLayout
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ def shard(
     per_token: bool,
     micro_batch_size: int = 1,
     max_tokens: int | None = None,
+    layout: ContextLayout = ONE_RANK,
 ) -> list[Shard]:
     """Splits train data.
 
@@ -38,7 +40,8 @@ def shard(
         global_batch_size: samples per optimizer step, over all ranks; must divide the rollout.
         per_token: reduction, see :func:`miles_sc.loss.reduction.row_weights`.
         micro_batch_size: samples per forward pass; not used with ``max_tokens``.
-        max_tokens: padded tokens per forward pass (a longer sample passes alone).
+        max_tokens: tokens per forward pass and rank, padding included (a longer sample passes alone).
+        layout: how they lie on a rank.
 
     Raises:
         ValueError: a batch size that does not divide.
@@ -58,7 +61,7 @@ def shard(
     for start in range(0, samples, global_batch_size):
         batch = range(start, start + global_batch_size)
         weights[start : start + global_batch_size] = row_weights([data["loss_masks"][i] for i in batch], per_token=per_token)
-        parts = [_plan(part, lengths, micro_batch_size, max_tokens) for part in _deal(batch, lengths, world_size)]
+        parts = [_plan(part, lengths, micro_batch_size, max_tokens, layout) for part in _deal(batch, lengths, world_size)]
         passes = max(len(part) for part in parts)
         for rank, part in enumerate(parts):
             first = len(owned[rank])
@@ -81,14 +84,17 @@ def _deal(batch: Sequence[int], lengths: Sequence[int], world_size: int) -> list
     return parts
 
 
-def _plan(part: list[int], lengths: Sequence[int], micro_batch_size: int, max_tokens: int | None) -> list[list[int]]:
+def _plan(
+    part: list[int], lengths: Sequence[int], micro_batch_size: int, max_tokens: int | None, layout: ContextLayout
+) -> list[list[int]]:
     """Micro-batches of neighbours in length, so that little is padded. ``part`` comes longest first."""
     micro_batches: list[list[int]] = []
     for i in part:
-        fits = bool(micro_batches) and (
-            len(micro_batches[-1]) < micro_batch_size
+        wider = [*micro_batches[-1], i] if micro_batches else []
+        fits = len(wider) > 1 and (
+            len(wider) <= micro_batch_size
             if max_tokens is None
-            else (len(micro_batches[-1]) + 1) * lengths[micro_batches[-1][0]] <= max_tokens
+            else layout.tokens_per_rank([lengths[member] for member in wider]) <= max_tokens
         )
         if fits:
             micro_batches[-1].append(i)

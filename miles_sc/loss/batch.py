@@ -13,24 +13,33 @@ class LossBatch:
     """The response rows of one micro-batch, T in all, in the order in which the model scored them.
 
     Attributes:
-        token_ids: int64 ``[T]``, the sampled tokens.
+        selected_ids: int64 ``[T, 1+K]``, the sampled token and its candidates, -1 in unused slots; K = 0 while recording is off.
         weights: ``[T]``, the share of each row in the loss; they sum to 1 over all active rows of the optimizer step.
         active: bool ``[T]``, the loss mask.
         advantages: ``[T]``.
         rollout_log_probs: ``[T]``, log q of the sampled token.
-        candidate_ids, candidate_log_probs: ``[T, K]``, -1 and -inf in unused slots; None while recording is off.
+        candidate_log_probs: ``[T, K]``, log q of the candidates, -inf in unused slots; None while recording is off.
         old_log_probs, ref_log_probs: ``[T]``, of the policy before the step and of the reference.
     """
 
-    token_ids: Tensor
+    selected_ids: Tensor
     weights: Tensor
     active: Tensor
     advantages: Tensor
     rollout_log_probs: Tensor
-    candidate_ids: Tensor | None = None
     candidate_log_probs: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+
+    @property
+    def token_ids(self) -> Tensor:
+        """``[T]``, the sampled tokens; a view."""
+        return self.selected_ids[:, 0]
+
+    @property
+    def candidate_ids(self) -> Tensor:
+        """``[T, K]``, the candidates; a view."""
+        return self.selected_ids[:, 1:]
 
 
 @dataclass(frozen=True)

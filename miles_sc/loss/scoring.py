@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from miles_sc.loss.batch import LossBatch, LossSettings
@@ -35,20 +34,17 @@ def score(logits: Tensor, batch: LossBatch, settings: LossSettings, *, with_head
         with_head: score the candidates too. A replayed support is always read, since it is the normaliser.
     """
     replay = settings.score_centering.mode == "support"
-    ids = batch.token_ids[:, None]
-    if with_head or replay:
-        ids = torch.cat([ids, batch.candidate_ids], dim=1)
-    trained_entropy = settings.entropy_coef != 0
-    log_probs, entropy = _log_probs(logits, ids, settings, replay, with_entropy=trained_entropy)
-    if settings.observe_entropy and not trained_entropy:
-        with torch.no_grad():
-            entropy = _log_probs(logits, ids, settings, replay, with_entropy=True)[1]
+    ids = batch.selected_ids if with_head or replay else batch.selected_ids[:, :1]
+    trained = settings.entropy_coef != 0
+    log_probs, entropy = _log_probs(logits, ids, settings, replay, with_entropy=trained or settings.observe_entropy)
+    if entropy is not None and not trained:
+        entropy = entropy.detach()
     return Scores(log_probs[:, 0], log_probs[:, 1:], entropy)
 
 
 def full_vocabulary_log_probs(logits: Tensor, batch: LossBatch, settings: LossSettings) -> Tensor:
     """``[T]`` log p of the sampled tokens over the full vocabulary, whatever the sampling: what a reference is compared with."""
-    return _log_probs(logits, batch.token_ids[:, None], settings, replay=False, with_entropy=False)[0][:, 0]
+    return _log_probs(logits, batch.selected_ids[:, :1], settings, replay=False, with_entropy=False)[0][:, 0]
 
 
 def _log_probs(logits, ids, settings: LossSettings, replay: bool, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:

@@ -144,6 +144,7 @@ class _SelectedLogProbs(torch.autograd.Function):
             ctx.mark_non_differentiable(entropy)
         ctx.save_for_backward(*saved)
         ctx.settings = (shard, temperature, rows, inplace_backward)
+        ctx.set_materialize_grads(False)  # an entropy that is only observed costs nothing in backward
         return log_probs, entropy
 
     @staticmethod
@@ -151,6 +152,8 @@ class _SelectedLogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_probs, grad_entropy):
         logits, token_ids, kernel_to_true, *lse_and_entropy = ctx.saved_tensors
         shard, temperature, rows, inplace_backward = ctx.settings
+        if grad_log_probs is None:
+            grad_log_probs = kernel_to_true.new_zeros(token_ids.shape)
         gradient = logits if inplace_backward else torch.empty_like(logits, memory_format=torch.contiguous_format)
         gradient[:, shard.width :] = 0
         columns, owned = shard.local(token_ids)
@@ -163,7 +166,7 @@ class _SelectedLogProbs(torch.autograd.Function):
         if shard.width:
             for chunk, z in reader:
                 p = reader.softmax(z, out=gradient[chunk] if direct else None)
-                if lse_and_entropy:
+                if grad_entropy is not None:
                     p.mul_(_entropy_factor(p, z, scale, grad_entropy, kernel_to_true, *lse_and_entropy, temperature, chunk))
                 else:
                     p.mul_(scale[chunk, None])

@@ -85,7 +85,7 @@ def test_sequences_are_padded_on_the_right():
 def test_candidates_are_the_samples_own(mode, members):
     loss = build(mode, members).loss
     if mode == "off":
-        assert loss.candidate_ids is None and loss.candidate_log_probs is None
+        assert loss.selected_ids.shape[1] == 1 and loss.candidate_log_probs is None
         return
     whole = [samples(mode)[i] for i in members]
     assert loss.candidate_ids.tolist() == [row for sample in whole for row in sample.rollout_topk_token_ids.tolist()]
@@ -117,7 +117,7 @@ def test_scores_of_other_policies_travel_along(name):
 def test_no_member_still_gives_a_forward_pass_and_no_row(mode):
     data = train_data(mode) | {"old_log_probs": [np.zeros(n, np.float32) for n in (2, 0, 4, 1)]}
     batch = build(data=data, members=[])
-    assert batch.input_ids.tolist() == [[PAD]] and batch.rows.numel() == 0 and batch.samples == ()
+    assert batch.input_ids.tolist() == [[PAD]] and batch.rows.numel() == 0 and batch.sample_indices == ()
     filled = build(data=data)
     for name, value in vars(filled.loss).items():
         empty = getattr(batch.loss, name)
@@ -129,9 +129,9 @@ def test_no_member_still_gives_a_forward_pass_and_no_row(mode):
 
 def test_a_row_can_say_where_it_is_from():
     batch = build(members=[2, 1, 0])
-    names = [batch.describe(row) for row in range(7)]
+    names = [batch.describe(row) for row in range(6)]
     assert names[:4] == [f"sample 52, response token {i}" for i in range(4)]
-    assert names[4:] == ["sample 50, response token 0", "sample 50, response token 1", "no sample"]
+    assert names[4:] == ["sample 50, response token 0", "sample 50, response token 1"]
 
 
 def test_tensors_are_writable_copies():

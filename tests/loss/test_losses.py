@@ -58,12 +58,11 @@ def problem(*, complete=False, seed=0, temperature=1.0):
         token_ids = order[torch.arange(ROWS), torch.arange(ROWS) % (K + 2)]
     rollout = dense_log_softmax(rollout)
     batch = LossBatch(
-        token_ids=token_ids,
+        selected_ids=torch.cat([token_ids[:, None], candidate_ids], dim=1),
         weights=torch.linspace(0.05, 0.2, ROWS, dtype=torch.float64),
         active=torch.tensor([1, 1, 1, 1, 0, 1, 1, 1]).bool(),
         advantages=torch.tensor([1.5, -0.7, 0.4, 2.0, 1.0, -1.2, 0.0, 0.9], dtype=torch.float64),
         rollout_log_probs=rollout.gather(1, token_ids[:, None])[:, 0],
-        candidate_ids=candidate_ids,
         candidate_log_probs=torch.where(head, rollout.gather(1, candidate_ids.clamp(min=0)), -INF),
         old_log_probs=log_probs_of(tempered, token_ids)
         + torch.tensor([-0.3, -0.2, 0.2, 0.01, 0.1, 0.25, 0.3, -0.02], dtype=torch.float64),
@@ -238,7 +237,7 @@ def test_score_centering_equals_the_dense_oracle(mode, temperature, complete):
     logits, batch, rollout = problem(complete=complete, temperature=temperature)
     config = centering(importance_sampling=mode, temperature=temperature, **(REPLAY if complete else {}))
     loss, gradient, metrics = run("score_centering", logits, batch, LossSettings(score_centering=config))
-    ids = torch.cat([batch.token_ids[:, None], batch.candidate_ids], dim=1)
+    ids = batch.selected_ids
     dense = DenseBatch(logits / temperature, rollout, ids, batch.advantages, batch.active, complete)
     expected = reference(dense, weight_function(mode, **BOUNDS))
     close(loss, (expected.loss * batch.weights).sum())
@@ -275,7 +274,8 @@ def test_rounding_of_a_recorded_support_is_no_tail(mode):
 
 def test_shifted_rows_show_in_the_alignment_alarm():
     logits, batch, _ = problem(complete=True)
-    shifted = dataclasses.replace(batch, token_ids=batch.token_ids.roll(1))
+    ids = torch.cat([batch.token_ids.roll(1)[:, None], batch.candidate_ids], dim=1)
+    shifted = dataclasses.replace(batch, selected_ids=ids)
     settings = LossSettings(score_centering=centering())
     in_head = [run("score_centering", logits, b, settings)[2]["sc_sampled_in_head"].mean() for b in (batch, shifted)]
     assert in_head[0] == 1 and in_head[1] < 0.7
@@ -285,7 +285,7 @@ def test_shifted_rows_show_in_the_alignment_alarm():
 @pytest.mark.parametrize("complete", [False, True])
 def test_identical_weights_have_no_drift_at_the_samplers_temperature(temperature, complete):
     logits, batch, _ = problem(complete=complete)
-    ids = torch.cat([batch.token_ids[:, None], batch.candidate_ids], dim=1)
+    ids = batch.selected_ids
     whole = dense_log_softmax(logits, temperature=temperature).gather(1, ids.clamp(min=0))
     same = dense_support_log_probs(logits, ids, temperature=temperature) if complete else whole
     head = torch.where(batch.candidate_ids >= 0, same[:, 1:], -INF)
@@ -356,7 +356,7 @@ def test_entropy_is_subtracted_with_its_coefficient(name, complete, temperature)
     plain = run(name, logits, batch, LossSettings(score_centering=config))
     trained = run(name, logits, batch, LossSettings(score_centering=config, entropy_coef=0.3))
     leaf = logits.clone().requires_grad_()
-    ids = torch.cat([batch.token_ids[:, None], batch.candidate_ids], dim=1)
+    ids = batch.selected_ids
     entropy = (
         dense_support_entropy(leaf, ids, temperature=temperature) if complete else dense_entropy(leaf, temperature=temperature)
     )
@@ -413,7 +413,7 @@ def test_reference_kl_compares_full_vocabulary_scores(kind, unbiased, complete, 
     log_p = torch.log_softmax(leaf, dim=1).gather(1, batch.token_ids[:, None])[:, 0]
     kl = written_out_kl(log_p - batch.ref_log_probs, kind)
     if unbiased:
-        ids = torch.cat([batch.token_ids[:, None], batch.candidate_ids], dim=1)
+        ids = batch.selected_ids
         sampled_from = dense_support_log_probs(leaf, ids)[:, 0] if complete else log_p
         kl = kl * (sampled_from - batch.rollout_log_probs).exp()
     penalty = 0.2 * (kl * share(batch)).sum()

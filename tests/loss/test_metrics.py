@@ -35,7 +35,7 @@ def batch_of(weights, active):
     rows = len(weights)
     zeros = torch.zeros(rows)
     return LossBatch(
-        torch.zeros(rows, dtype=torch.long), torch.tensor(weights), torch.tensor(active, dtype=torch.bool), zeros, zeros
+        torch.zeros(rows, 1, dtype=torch.long), torch.tensor(weights), torch.tensor(active, dtype=torch.bool), zeros, zeros
     )
 
 

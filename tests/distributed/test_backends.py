@@ -1,0 +1,172 @@
+"""Megatron and FSDP2 on any layout make the same optimizer steps as one rank."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from miles_sc import ScoreCenteringConfig
+from miles_sc.backends.fsdp import FsdpBackend, load_causal_lm
+from miles_sc.backends.settings import OptimizerSettings
+from miles_sc.data.micro_batch import build_micro_batch
+from miles_sc.data.sharding import shard
+from miles_sc.loss.batch import LossSettings
+from miles_sc.loss.hub import loss_function
+from miles_sc.parallel.context import ContextLayout
+from miles_sc.parallel.groups import rank_in, size_of
+from tests.distributed.launch import launch
+from tests.distributed.rollouts import train_data
+
+K, STEPS = 6, 2
+CENTERING = ScoreCenteringConfig(top_logprobs_num=K, importance_sampling="tis", temperature=0.9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way to train; ``ranks`` is tensor x context x data."""
+
+    backend: str
+    tensor: int = 1
+    layout: ContextLayout = ContextLayout()
+    bf16: bool = False
+    per_token: bool = True
+    checkpointing: bool = False
+    tied: bool = False
+
+    def __str__(self) -> str:
+        names = [self.backend, f"tp{self.tensor}", f"cp{self.layout.size}", self.layout.qkv_format]
+        flags = {"allgather": self.layout.allgather, "bf16": self.bf16, "checkpointing": self.checkpointing, "tied": self.tied}
+        return " ".join([*names, *(name for name, on in flags.items() if on), "" if self.per_token else "per sample"]).strip()
+
+
+def layouts(size):
+    return [ContextLayout(fmt, allgather, size) for fmt in ("bshd", "thd") for allgather in (False, True)]
+
+
+ONE_RANK = [Case("fsdp"), Case("fsdp", per_token=False), Case("fsdp", bf16=True), Case("fsdp", tied=True)]
+ALONE = [
+    Case("fsdp", layout=ContextLayout("thd")),
+    Case("megatron"),
+    Case("megatron", layout=ContextLayout("thd")),
+    Case("megatron", bf16=True),
+    Case("megatron", checkpointing=True),
+]
+PAIR = [
+    Case("fsdp"),
+    Case("fsdp", layout=ContextLayout("thd")),
+    Case("fsdp", per_token=False),
+    Case("megatron"),
+    Case("megatron", tensor=2),
+    Case("megatron", tensor=2, bf16=True),
+    Case("megatron", tensor=2, tied=True),
+    *(Case("megatron", layout=layout) for layout in layouts(2)),
+]
+FOUR = [
+    *(Case("megatron", tensor=2, layout=layout) for layout in layouts(2)),
+    Case("megatron", tensor=2, layout=ContextLayout("thd", False, 2), per_token=False),
+    Case("megatron", tensor=2),
+    Case("megatron", layout=ContextLayout("bshd", False, 2)),
+    Case("megatron", layout=ContextLayout("thd", True, 4)),
+    Case("megatron", layout=ContextLayout("thd", False, 4), per_token=False, checkpointing=True),
+    Case("fsdp", layout=ContextLayout("thd")),
+]
+
+
+def train(case: Case, paths: dict[bool, str]) -> dict:
+    """Two optimizer steps on every rank; metrics of both, log-probs before them, weights after them on rank 0."""
+    # Adam's first steps are the gradient's sign, and bf16 rounding flips the smallest; SGD compares what was computed
+    optimizer = OptimizerSettings(
+        optimizer="sgd" if case.bf16 else "adam", lr=1e-2, weight_decay=0.1, clip_grad=0.5, lr_warmup_iters=2
+    )
+    common = {"optimizer": optimizer, "bf16": case.bf16, "gradient_checkpointing": case.checkpointing}
+    if case.backend == "fsdp":
+        backend = FsdpBackend(paths[case.tied], **common)
+    else:
+        from miles_sc.backends.megatron import MegatronBackend
+
+        backend = MegatronBackend(paths[case.tied], layout=case.layout, tensor_size=case.tensor, **common)
+    settings = LossSettings(
+        score_centering=CENTERING, entropy_coef=0.05, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3",
+        vocab_size=backend.vocab_size, tensor_parallel_group=backend.groups.tensor,
+    )  # fmt: skip
+    data = train_data(vocab_size=backend.vocab_size, k=K)
+    shards = shard(
+        data,
+        world_size=size_of(backend.groups.data),
+        global_batch_size=len(data["tokens"]) // STEPS,
+        per_token=case.per_token,
+        max_tokens=18,
+        layout=case.layout,
+    )
+    mine = shards[rank_in(backend.groups.data)]
+
+    def micro_batches(step):
+        for members in step:
+            yield build_micro_batch(
+                mine.data, members, backend.device, pad_token_id=0, layout=case.layout, rank=rank_in(backend.groups.context)
+            )
+
+    metrics = [
+        backend.train_step(micro_batches(step), len(step), loss_function("score_centering"), settings) for step in mine.steps
+    ]
+    return {"metrics": metrics, "weights": backend.export_weights()}
+
+
+def work(cases, paths):
+    results = {case: train(case, paths) for case in cases}
+    dist.barrier()
+    return results
+
+
+def tiny_model(path, *, tied):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, max_position_embeddings=64, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))  # norms are not all one
+    model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Results of every case on its number of ranks."""
+    folder = tmp_path_factory.mktemp("backends")
+    paths = {tied: tiny_model(folder / f"tied_{tied}", tied=tied) for tied in (False, True)}
+    results = {("start", tied): load_causal_lm(path).state_dict() for tied, path in paths.items()}
+    for ranks, cases in ((1, ONE_RANK + ALONE), (2, PAIR), (4, FOUR)):
+        place = folder / str(ranks)
+        place.mkdir()
+        for rank, found in enumerate(launch(work, ranks, place, cases, paths)):
+            for case, result in found.items():
+                results[ranks, case, rank] = result
+    return results
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [(1, case) for case in ALONE] + [(2, case) for case in PAIR] + [(4, case) for case in FOUR],
+    ids=lambda value: str(value),
+)
+def test_every_layout_makes_the_step_of_one_rank(trained, ranks, case):
+    expected = trained[1, Case("fsdp", bf16=case.bf16, per_token=case.per_token, tied=case.tied), 0]
+    tolerance = {"rel": 0.05, "abs": 2e-2} if case.bf16 else {"rel": 2e-4, "abs": 2e-6}
+    for rank in range(ranks):
+        result = trained[ranks, case, rank]
+        for step, (found, wanted) in enumerate(zip(result["metrics"], expected["metrics"], strict=True)):
+            assert found.keys() == wanted.keys()
+            for name, value in wanted.items():
+                if not name.endswith("_p99"):  # the worst rank's, by definition
+                    assert found[name] == pytest.approx(value, **tolerance), (step, name)
+    weights, start = trained[ranks, case, 0]["weights"], trained["start", case.tied]
+    assert weights.keys() == expected["weights"].keys() == start.keys()
+    for name, wanted in expected["weights"].items():
+        moved = (wanted - start[name]).norm()
+        assert moved > 0 and (weights[name] - wanted).norm() <= (0.05 if case.bf16 else 1e-3) * moved, name
