@@ -53,6 +53,7 @@ def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from miles_sc.trainer.cluster import Actors, ray_session
     from miles_sc.trainer.compare import planned_runs
     from miles_sc.trainer.driver import Interrupted, stop_requests, train
+    from miles_sc.trainer.layout import world_size
     from miles_sc.trainer.report import write_report
 
     finish_train_arguments(args, parser)
@@ -61,7 +62,7 @@ def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         check_model_directories(own)
         directory.claim()
     print("starting Ray and the model's processes (some 10 seconds; a minute on a busy machine)", flush=True)
-    with stop_requests() as stop, ray_session(), Actors(args.actor_num_gpus_per_node, overlapping=args.train_async) as actors:
+    with stop_requests() as stop, ray_session(), Actors(world_size(args), overlapping=args.train_async) as actors:
         try:
             for own, directory, title in runs:
                 train(own, directory, actors, stop, title=title)

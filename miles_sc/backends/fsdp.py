@@ -1,7 +1,7 @@
 """A Hugging Face causal LM under FSDP2 (``fully_shard``): gloo on CPUs, NCCL where CUDA is there."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -19,17 +19,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from miles_sc.backends import ScoreFunction
 from miles_sc.backends.optimizer_step import check_gradient_norm, learning_rate, micro_batch_loss, raise_on_every_rank
 from miles_sc.backends.response_rows import ResponseRows
 from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.data.micro_batch import MicroBatch
-from miles_sc.loss.batch import LossBatch, LossSettings
+from miles_sc.loss.batch import LossSettings
 from miles_sc.loss.finite_guard import FiniteGuard
 from miles_sc.loss.hub import LossFunction
 from miles_sc.loss.metrics import StepMetrics
 from miles_sc.parallel.groups import ParallelGroups
-
-ScoreFunction = Callable[[Tensor, LossBatch], Tensor]
 
 
 class FsdpBackend:

@@ -15,6 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from transformers import AutoConfig
 
+from miles_sc.backends import ScoreFunction
 from miles_sc.backends.fsdp import load_causal_lm
 from miles_sc.backends.megatron_model import build_gpt_model, transformer_config, uses_gathered_attention
 from miles_sc.backends.megatron_on_cpu import megatron_on_cpu
@@ -23,14 +24,12 @@ from miles_sc.backends.optimizer_step import check_gradient_norm, learning_rate,
 from miles_sc.backends.response_rows import ResponseRows
 from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.data.micro_batch import MicroBatch
-from miles_sc.loss.batch import LossBatch, LossSettings
+from miles_sc.loss.batch import LossSettings
 from miles_sc.loss.finite_guard import FiniteGuard
 from miles_sc.loss.hub import LossFunction
 from miles_sc.loss.metrics import StepMetrics
 from miles_sc.parallel.context import ContextLayout
 from miles_sc.parallel.groups import ParallelGroups, rank_in, size_of
-
-ScoreFunction = Callable[[Tensor, LossBatch], Tensor]
 
 
 class MegatronBackend:
@@ -97,6 +96,8 @@ class MegatronBackend:
             how = {"attention_mask": micro_batch.attention_mask()}
         else:
             how = {"attention_mask": None, "packed_seq_params": _packed_sequences(micro_batch)}
+        if self._config.bf16:
+            how["fp32_output"] = False  # scoring widens a chunk at a time
         with self._response_rows.select(micro_batch.rows):
             return self.model(micro_batch.input_ids, micro_batch.position_ids, **how)[0]
 

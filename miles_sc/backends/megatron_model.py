@@ -126,8 +126,10 @@ def _check_supported(model: PretrainedConfig, tensor_size: int) -> None:
         if getattr(model, name, False) and not (name == "attention_bias" and model.model_type == "qwen2"):
             raise ValueError(f"--train-backend megatron with {name}: it is not built here; use --train-backend fsdp")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(model, name) % tensor_size:
+        value = getattr(model, name)
+        # fewer key-value heads than ranks: several ranks then share one
+        shared = name == "num_key_value_heads" and tensor_size % value == 0
+        if value % tensor_size and not shared:
             raise ValueError(
-                f"--tensor-model-parallel-size {tensor_size} does not divide the model's {name} = {getattr(model, name)}: "
-                "set a common divisor"
+                f"--tensor-model-parallel-size {tensor_size} does not fit the model's {name} = {value}: set a divisor of it"
             )

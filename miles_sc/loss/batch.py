@@ -44,7 +44,10 @@ class LossBatch:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What does not change during a run. Names as the flags have them."""
+    """What does not change during a run. Names as the flags have them.
+
+    ``inplace_backward``: the gradient takes the logits' memory; nothing may read them after backward.
+    """
 
     score_centering: ScoreCenteringConfig = field(default_factory=ScoreCenteringConfig)
     observe: bool = False
@@ -61,6 +64,7 @@ class LossSettings:
     kl_loss_type: str = "k1"
     use_unbiased_kl: bool = False
     log_probs_chunk_size: int = -1
+    inplace_backward: bool = False
     vocab_size: int | None = None
     tensor_parallel_group: dist.ProcessGroup | None = None
 

@@ -57,7 +57,9 @@ def _log_probs(logits, ids, settings: LossSettings, replay: bool, *, with_entrop
     if replay:
         result = support_log_probs(logits, ids, **common)
     else:
-        result = selected_log_probs(logits, ids, chunk_size=settings.log_probs_chunk_size, **common)
+        result = selected_log_probs(
+            logits, ids, chunk_size=settings.log_probs_chunk_size, inplace_backward=settings.inplace_backward, **common
+        )
     return result if with_entropy else (result, None)
 
 

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -30,3 +32,12 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 def rank_in(group: dist.ProcessGroup | None) -> int:
     """This process's place in a group."""
     return 0 if group is None else dist.get_rank(group)
+
+
+def gather_columns(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The whole of a ``[T, V/TP]`` of equal widths, ``[T, V]``, without graph: for checks, never for training."""
+    if size_of(group) == 1:
+        return values
+    parts = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(size_of(group))]
+    dist.all_gather(parts, values.contiguous(), group=group)
+    return torch.cat(parts, dim=1)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import ProcessGroup
+
 from miles_sc.arguments import add_score_centering_arguments, validate_score_centering_arguments
 from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.config import LARGEST_FLOAT, LOSS_TYPE, ScoreCenteringConfig
@@ -13,6 +15,7 @@ from miles_sc.loss.batch import LossSettings
 from miles_sc.loss.policy import TIS_MODES
 from miles_sc.loss.regularizers import KL_TYPES
 from miles_sc.rollout.engines.mismatch import parse_mismatch
+from miles_sc.trainer.layout import data_parallel_size, validate_layout, world_size
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +103,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     add("--num-steps-per-rollout", type=int, metavar="N", help="optimizer steps per rollout, instead of --global-batch-size")
     add("--micro-batch-size", type=int, default=1, metavar="N", help="samples per forward pass (default: %(default)s)")
     add("--use-dynamic-batch-size", action="store_true", help="fill forward passes up to --max-tokens-per-gpu instead")
-    add("--max-tokens-per-gpu", type=int, metavar="N", help="padded tokens per forward pass")
+    add("--max-tokens-per-gpu", type=int, metavar="N", help="tokens per forward pass and rank, padding included")
     add("--optimizer", choices=("adam", "sgd"), default="adam", help="AdamW or plain SGD (default: %(default)s)")
     add("--lr", type=float, default=1e-6, help="learning rate (default: %(default)s)")
     add("--lr-warmup-iters", type=int, default=0, metavar="N", help="optimizer steps of linear warm-up (default: %(default)s)")
@@ -153,12 +156,15 @@ def _add_layout(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--train-backend", choices=("megatron", "fsdp"), default="fsdp", help="default: %(default)s")
     add(
-        "--actor-num-gpus-per-node", type=int, default=1, metavar="N",
-        help="training ranks: GPUs, or CPU processes where there is no GPU (default: %(default)s)",
+        "--actor-num-gpus-per-node", type=int, metavar="N",
+        help="training ranks: GPUs, or CPU processes where there is no GPU (default: tensor x context parallel size)",
     )  # fmt: skip
-    add("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="default: %(default)s")
-    add("--context-parallel-size", type=int, default=1, metavar="N", help="default: %(default)s")
-    add("--qkv-format", choices=("thd", "bshd"), default="bshd", help="default: %(default)s")
+    add("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="megatron only (default: %(default)s)")
+    add("--context-parallel-size", type=int, default=1, metavar="N", help="megatron only (default: %(default)s)")
+    add(
+        "--qkv-format", choices=("thd", "bshd"), default="bshd",
+        help="thd packs samples into one row, bshd pads each to a row of its own (default: %(default)s)",
+    )  # fmt: skip
     add("--allgather-cp", action="store_true", help="all-gather context parallelism; no effect at --context-parallel-size 1")
 
 
@@ -304,7 +310,7 @@ def validate_train_arguments(args: argparse.Namespace) -> None:
     if (args.task is None) == (args.prompt_data is None):
         raise ValueError("give exactly one of --task and --prompt-data: what should the model learn?")
     parse_mismatch(args.rollout_mismatch)
-    _validate_layout(args)
+    validate_layout(args)
     _validate_numbers(args)
     _validate_losses(args)
     for flag, companion, is_set in _WITHOUT_EFFECT:
@@ -324,23 +330,13 @@ def validate_train_arguments(args: argparse.Namespace) -> None:
             f"{samples} samples per rollout (--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt "
             f"{args.n_samples_per_prompt}) do not divide into optimizer steps of {step}: set --global-batch-size to a divisor"
         )
-    if step % args.actor_num_gpus_per_node:
+    if step % data_parallel_size(args):
         raise ValueError(
-            f"--global-batch-size {step} does not divide over --actor-num-gpus-per-node {args.actor_num_gpus_per_node} ranks: "
-            "set a multiple"
+            f"--global-batch-size {step} does not divide over {data_parallel_size(args)} data-parallel ranks "
+            f"(--actor-num-gpus-per-node {world_size(args)} / tensor and context parallel size): set a multiple"
         )
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         raise ValueError("--use-dynamic-batch-size without --max-tokens-per-gpu: set how many tokens one forward pass may hold")
-
-
-def _validate_layout(args: argparse.Namespace) -> None:
-    if args.train_backend != "fsdp":
-        raise ValueError(f"--train-backend {args.train_backend}: the built-in trainer of this version has fsdp only")
-    for name in ("tensor_model_parallel_size", "context_parallel_size"):
-        if getattr(args, name) != 1:
-            raise ValueError(f"{_flag(name)} {getattr(args, name)}: the fsdp backend of this version is data-parallel; set 1")
-    if args.qkv_format != "bshd":
-        raise ValueError(f"--qkv-format {args.qkv_format}: the fsdp backend of this version pads its batches; set bshd")
 
 
 def _validate_losses(args: argparse.Namespace) -> None:
@@ -399,7 +395,7 @@ def global_batch_size(args: argparse.Namespace) -> int:
     return args.global_batch_size or samples
 
 
-def loss_settings(args: argparse.Namespace, *, vocab_size: int) -> LossSettings:
+def loss_settings(args: argparse.Namespace, *, vocab_size: int, tensor_group: ProcessGroup | None = None) -> LossSettings:
     """The loss's view of the flags."""
     return LossSettings(
         score_centering=ScoreCenteringConfig.from_args(args),
@@ -417,7 +413,10 @@ def loss_settings(args: argparse.Namespace, *, vocab_size: int) -> LossSettings:
         kl_loss_type=args.kl_loss_type,
         use_unbiased_kl=args.use_unbiased_kl,
         log_probs_chunk_size=args.log_probs_chunk_size,
+        # a loss that runs again in backward needs the logits as they were
+        inplace_backward=not args.recompute_loss_function,
         vocab_size=vocab_size,
+        tensor_parallel_group=tensor_group,
     )
 
 

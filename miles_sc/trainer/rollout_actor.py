@@ -22,6 +22,7 @@ from miles_sc.rollout.sample import Sample
 from miles_sc.trainer.arguments import global_batch_size
 from miles_sc.trainer.drift import DriftProbe
 from miles_sc.trainer.files import whole_directory
+from miles_sc.trainer.layout import context_layout, data_parallel_size
 from miles_sc.trainer.prompts import PromptCodec
 from miles_sc.trainer.tasks import Problem, task_from_args
 
@@ -103,11 +104,12 @@ class RolloutActor:
         )
         shards = shard(
             data,
-            world_size=args.actor_num_gpus_per_node,
+            world_size=data_parallel_size(args),
             global_batch_size=global_batch_size(args),
             per_token=args.calculate_per_token_loss,
             micro_batch_size=args.micro_batch_size,
             max_tokens=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
+            layout=context_layout(args),
         )
         return Rollout([ray.put(part) for part in shards], self._metrics(samples, generated, time.perf_counter() - started))
 

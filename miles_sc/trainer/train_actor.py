@@ -1,4 +1,4 @@
-"""The actor that trains: one data-parallel rank of the policy."""
+"""The actor that trains: one rank of the policy."""
 
 import argparse
 import os
@@ -12,14 +12,18 @@ import ray
 import torch
 import torch.distributed as dist
 
+from miles_sc.backends import Backend
 from miles_sc.backends.fsdp import FsdpBackend
+from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.data.micro_batch import MicroBatch, build_micro_batch
 from miles_sc.data.sharding import Shard
 from miles_sc.loss.batch import LossBatch
 from miles_sc.loss.hub import loss_function
 from miles_sc.loss.metrics import combine_steps
 from miles_sc.loss.scoring import full_vocabulary_log_probs, score
+from miles_sc.parallel.groups import gather_columns, rank_in
 from miles_sc.trainer.arguments import loss_settings, optimizer_settings
+from miles_sc.trainer.layout import context_layout
 from miles_sc.trainer.prompts import PromptCodec
 
 
@@ -48,23 +52,19 @@ class TrainActor:
         torch.manual_seed(args.rollout_seed)
         self._args = args
         self._backend = self._reference = None  # the last run's, before more is loaded
-        self._backend = FsdpBackend(
-            args.hf_checkpoint,
-            optimizer=optimizer_settings(args),
-            bf16=args.bf16,
-            gradient_checkpointing=args.gradient_checkpointing,
-            recompute_loss=args.recompute_loss_function,
-        )
+        self._backend = _build_backend(args, args.hf_checkpoint, optimizer_settings(args))
         if args.use_kl_loss:
-            self._reference = FsdpBackend(args.ref_load or args.hf_checkpoint, optimizer=None, bf16=args.bf16)
-        self._settings = loss_settings(args, vocab_size=self._backend.vocab_size)
+            self._reference = _build_backend(args, args.ref_load or args.hf_checkpoint, None)
+        groups = self._backend.groups
+        self._settings = loss_settings(args, vocab_size=self._backend.vocab_size, tensor_group=groups.tensor)
+        self._data_rank, self._context_rank = rank_in(groups.data), rank_in(groups.context)
         self._loss_function = loss_function(args.loss_type)
         self._pad_token_id = PromptCodec(args.hf_checkpoint, apply_chat_template=False).pad_token_id
 
     def train(self, shards: list[Any]) -> dict[str, float]:
-        """Trains on this rank's shard; the list holds a reference per rank. Metrics are over all its optimizer steps."""
+        """Trains on this rank's shard, of a list with one per data-parallel rank. Metrics are over all its optimizer steps."""
         started = time.perf_counter()
-        shard: Shard = ray.get(shards[self._rank])
+        shard: Shard = ray.get(shards[self._data_rank])
         data = dict(shard.data)
         if self._args.ci_test:
             self._check_scoring(data, shard.steps[0][:1])
@@ -92,7 +92,8 @@ class TrainActor:
         """``--ci-test``: the first micro-batch's sampled log-probs against a dense float64 softmax."""
 
         def difference(logits: torch.Tensor, batch: LossBatch) -> torch.Tensor:
-            dense = torch.log_softmax(logits.double() / self._settings.score_centering.temperature, dim=-1)
+            whole = gather_columns(logits, self._backend.groups.tensor)[:, : self._settings.vocab_size]
+            dense = torch.log_softmax(whole.double() / self._settings.score_centering.temperature, dim=-1)
             dense = dense.gather(1, batch.token_ids[:, None])[:, 0]
             return (full_vocabulary_log_probs(logits, batch, self._settings) - dense).abs()
 
@@ -100,14 +101,14 @@ class TrainActor:
         if differences.numel() and not differences.max() < 1e-4:
             raise ValueError(f"--ci-test: candidate scoring is {float(differences.max())} off a dense softmax; this is a bug")
 
-    def _scored(self, backend: FsdpBackend, data: dict[str, list], passes: list[list[int]], function) -> list:
-        """float32 ``[R]`` of each sample of the shard."""
-        scores = backend.score(self._micro_batches(data, passes), function)
+    def _scored(self, backend: Backend, data: dict[str, list], passes: list[list[int]], function) -> list:
+        """float32 ``[R]`` of each sample of the shard; a row that another context-parallel rank holds is NaN, and not read."""
         column: list = [None] * len(data["tokens"])
-        for members, rows in zip(passes, scores, strict=True):
-            lengths = [data["response_lengths"][i] for i in members]
-            for i, part in zip(members, rows.float().cpu().split(lengths), strict=True):
-                column[i] = part.numpy()
+        for members in passes:
+            micro_batch = self._micro_batch(data, members)
+            (scores,) = backend.score([micro_batch], function)
+            for i, values in zip(members, micro_batch.by_sample(scores), strict=True):
+                column[i] = values
         return column
 
     def _policy_log_probs(self, logits: torch.Tensor, batch: LossBatch) -> torch.Tensor:
@@ -117,8 +118,17 @@ class TrainActor:
         return full_vocabulary_log_probs(logits, batch, self._settings)
 
     def _micro_batches(self, data: dict[str, list], passes: list[list[int]]) -> Iterator[MicroBatch]:
-        for members in passes:
-            yield build_micro_batch(data, members, self._backend.device, pad_token_id=self._pad_token_id)
+        return (self._micro_batch(data, members) for members in passes)
+
+    def _micro_batch(self, data: dict[str, list], members: list[int]) -> MicroBatch:
+        return build_micro_batch(
+            data,
+            members,
+            self._backend.device,
+            pad_token_id=self._pad_token_id,
+            layout=context_layout(self._args),
+            rank=self._context_rank,
+        )
 
     def export_weights(self) -> Any:
         """Whole float32 weights in the object store as numpy arrays; rank 0 returns a list of the one reference."""
@@ -132,3 +142,18 @@ class TrainActor:
     def load(self, directory: str) -> None:
         """Restores a checkpoint."""
         self._backend.load(Path(directory))
+
+
+def _build_backend(args: argparse.Namespace, model_path: str, optimizer: OptimizerSettings | None) -> Backend:
+    common = {
+        "optimizer": optimizer,
+        "bf16": args.bf16,
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "recompute_loss": args.recompute_loss_function,
+    }
+    if args.train_backend == "fsdp":
+        return FsdpBackend(model_path, **common)
+    from miles_sc.backends.megatron import MegatronBackend  # an extra: FSDP does without it
+
+    layout = context_layout(args)
+    return MegatronBackend(model_path, layout=layout, tensor_size=args.tensor_model_parallel_size, **common)

@@ -32,19 +32,30 @@ class Case:
     bf16: bool = False
     per_token: bool = True
     checkpointing: bool = False
-    tied: bool = False
+    model: str = "qwen3"
 
     def __str__(self) -> str:
         names = [self.backend, f"tp{self.tensor}", f"cp{self.layout.size}", self.layout.qkv_format]
-        flags = {"allgather": self.layout.allgather, "bf16": self.bf16, "checkpointing": self.checkpointing, "tied": self.tied}
-        return " ".join([*names, *(name for name, on in flags.items() if on), "" if self.per_token else "per sample"]).strip()
+        flags = {
+            "allgather": self.layout.allgather,
+            "bf16": self.bf16,
+            "checkpointing": self.checkpointing,
+            "per sample": not self.per_token,
+            self.model: self.model != "qwen3",
+        }
+        return " ".join([*names, *(name for name, on in flags.items() if on)])
+
+    @property
+    def reference(self) -> "Case":
+        """The same on one rank, without a layout."""
+        return Case("fsdp", bf16=self.bf16, per_token=self.per_token, model=self.model)
 
 
 def layouts(size):
     return [ContextLayout(fmt, allgather, size) for fmt in ("bshd", "thd") for allgather in (False, True)]
 
 
-ONE_RANK = [Case("fsdp"), Case("fsdp", per_token=False), Case("fsdp", bf16=True), Case("fsdp", tied=True)]
+OTHER_MODELS = ["qwen3 tied", "qwen2", "llama"]
 ALONE = [
     Case("fsdp", layout=ContextLayout("thd")),
     Case("megatron"),
@@ -59,7 +70,7 @@ PAIR = [
     Case("megatron"),
     Case("megatron", tensor=2),
     Case("megatron", tensor=2, bf16=True),
-    Case("megatron", tensor=2, tied=True),
+    *(Case("megatron", tensor=2, model=model) for model in OTHER_MODELS),
     *(Case("megatron", layout=layout) for layout in layouts(2)),
 ]
 FOUR = [
@@ -71,9 +82,11 @@ FOUR = [
     Case("megatron", layout=ContextLayout("thd", False, 4), per_token=False, checkpointing=True),
     Case("fsdp", layout=ContextLayout("thd")),
 ]
+CASES = {1: ALONE, 2: PAIR, 4: FOUR}
+REFERENCES = list({case.reference: None for cases in CASES.values() for case in cases})
 
 
-def train(case: Case, paths: dict[bool, str]) -> dict:
+def train(case: Case, paths: dict[str, str]) -> dict:
     """Two optimizer steps on every rank; metrics of both, log-probs before them, weights after them on rank 0."""
     # Adam's first steps are the gradient's sign, and bf16 rounding flips the smallest; SGD compares what was computed
     optimizer = OptimizerSettings(
@@ -81,11 +94,11 @@ def train(case: Case, paths: dict[bool, str]) -> dict:
     )
     common = {"optimizer": optimizer, "bf16": case.bf16, "gradient_checkpointing": case.checkpointing}
     if case.backend == "fsdp":
-        backend = FsdpBackend(paths[case.tied], **common)
+        backend = FsdpBackend(paths[case.model], **common)
     else:
         from miles_sc.backends.megatron import MegatronBackend
 
-        backend = MegatronBackend(paths[case.tied], layout=case.layout, tensor_size=case.tensor, **common)
+        backend = MegatronBackend(paths[case.model], layout=case.layout, tensor_size=case.tensor, **common)
     settings = LossSettings(
         score_centering=CENTERING, entropy_coef=0.05, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3",
         vocab_size=backend.vocab_size, tensor_parallel_group=backend.groups.tensor,
@@ -119,53 +132,68 @@ def work(cases, paths):
     return results
 
 
-def tiny_model(path, *, tied):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def tiny_model(path, name):
+    """A random model in which no norm, bias or head is like another."""
+    import transformers as hf
 
+    kinds = {
+        "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM, {"num_key_value_heads": 2, "head_dim": 16}),
+        "qwen3 tied": (
+            hf.Qwen3Config,
+            hf.Qwen3ForCausalLM,
+            {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+        ),
+        "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM, {"num_key_value_heads": 4, "rope_theta": 500.0}),
+        # one key-value head, which the tensor-parallel ranks share
+        "llama": (hf.LlamaConfig, hf.LlamaForCausalLM, {"num_key_value_heads": 1, "rms_norm_eps": 1e-5}),
+    }
+    config, model, options = kinds[name]
     torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, max_position_embeddings=64, tie_word_embeddings=tied,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config)
+    shape = {"vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    built = model(config(**({"tie_word_embeddings": False} | shape | options), max_position_embeddings=64))
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))  # norms are not all one
-    model.save_pretrained(path)
+        for parameter in built.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    built.save_pretrained(path)
     return str(path)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Results of every case on its number of ranks."""
-    folder = tmp_path_factory.mktemp("backends")
-    paths = {tied: tiny_model(folder / f"tied_{tied}", tied=tied) for tied in (False, True)}
-    results = {("start", tied): load_causal_lm(path).state_dict() for tied, path in paths.items()}
-    for ranks, cases in ((1, ONE_RANK + ALONE), (2, PAIR), (4, FOUR)):
-        place = folder / str(ranks)
-        place.mkdir()
-        for rank, found in enumerate(launch(work, ranks, place, cases, paths)):
-            for case, result in found.items():
-                results[ranks, case, rank] = result
-    return results
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny_model(folder / name, name) for name in ("qwen3", *OTHER_MODELS)}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, models):
+    """``trained(ranks) -> [rank][case]``, each number of ranks launched once."""
+    results = {}
+
+    def trained(ranks):
+        if ranks not in results:
+            cases = CASES[ranks] + (REFERENCES if ranks == 1 else [])
+            results[ranks] = launch(work, ranks, tmp_path_factory.mktemp("ranks"), cases, models)
+        return results[ranks]
+
+    return trained
 
 
 @pytest.mark.parametrize(
     ("ranks", "case"),
-    [(1, case) for case in ALONE] + [(2, case) for case in PAIR] + [(4, case) for case in FOUR],
-    ids=lambda value: str(value),
+    [(ranks, case) for ranks, cases in CASES.items() for case in cases],
+    ids=str,
 )
-def test_every_layout_makes_the_step_of_one_rank(trained, ranks, case):
-    expected = trained[1, Case("fsdp", bf16=case.bf16, per_token=case.per_token, tied=case.tied), 0]
+def test_every_layout_makes_the_step_of_one_rank(trained, models, ranks, case):
+    (expected,) = [found[case.reference] for found in trained(1)]
     tolerance = {"rel": 0.05, "abs": 2e-2} if case.bf16 else {"rel": 2e-4, "abs": 2e-6}
-    for rank in range(ranks):
-        result = trained[ranks, case, rank]
+    results = [found[case] for found in trained(ranks)]
+    for result in results:
         for step, (found, wanted) in enumerate(zip(result["metrics"], expected["metrics"], strict=True)):
             assert found.keys() == wanted.keys()
             for name, value in wanted.items():
                 if not name.endswith("_p99"):  # the worst rank's, by definition
                     assert found[name] == pytest.approx(value, **tolerance), (step, name)
-    weights, start = trained[ranks, case, 0]["weights"], trained["start", case.tied]
+    weights, start = results[0]["weights"], load_causal_lm(models[case.model]).state_dict()
     assert weights.keys() == expected["weights"].keys() == start.keys()
     for name, wanted in expected["weights"].items():
         moved = (wanted - start[name]).norm()

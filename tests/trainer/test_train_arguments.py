@@ -133,15 +133,22 @@ REFUSED = [  # flags after the base line, message
     ("--num-steps-per-rollout 2 --global-batch-size 8", "give one of --global-batch-size and --num-steps-per-rollout"),
     (
         "--actor-num-gpus-per-node 3",
-        "--global-batch-size 32 does not divide over --actor-num-gpus-per-node 3 ranks: set a multiple",
+        "--global-batch-size 32 does not divide over 3 data-parallel ranks .*: set a multiple",
     ),
     ("--use-dynamic-batch-size", "--use-dynamic-batch-size without --max-tokens-per-gpu: set how many tokens"),
     ("--n-samples-per-prompt 1", "--n-samples-per-prompt 1: .*at least 2, or set --disable-rewards-normalization"),
     # layout
-    ("--train-backend megatron", "--train-backend megatron: .*fsdp only"),
-    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: .*set 1"),
-    ("--context-parallel-size 2", "--context-parallel-size 2: .*set 1"),
-    ("--qkv-format thd", "--qkv-format thd: .*set bshd"),
+    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: .*data-parallel; set 1, or --train-backend megatron"),
+    ("--context-parallel-size 2", "--context-parallel-size 2: .*set 1, or --train-backend megatron"),
+    ("--train-backend megatron --context-parallel-size 0", "--context-parallel-size 0: set at least 1"),
+    (
+        "--train-backend megatron --tensor-model-parallel-size 2 --context-parallel-size 2 --actor-num-gpus-per-node 6",
+        "--actor-num-gpus-per-node 6 is no multiple of .*: set a multiple of 4",
+    ),
+    (
+        "--train-backend megatron --tensor-model-parallel-size 2 --actor-num-gpus-per-node 6 --global-batch-size 8",
+        "--global-batch-size 8 does not divide over 3 data-parallel ranks",
+    ),
     # losses and sampler
     ("--rollout-mismatch int3", "--rollout-mismatch 'int3' is not one of"),
     ("--rollout-mismatch noise:-1", "--rollout-mismatch"),
@@ -304,10 +311,12 @@ def test_loss_settings_carry_every_flag():
     line += " --use-kl-loss --kl-loss-coef 0.2 --kl-loss-type k3 --use-unbiased-kl --log-probs-chunk-size 64"
     args = finish(*BASE, *line.split())
     settings = loss_settings(args, vocab_size=77)
+    assert not loss_settings(finish(*BASE, "--recompute-loss-function"), vocab_size=77).inplace_backward
     got = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
     assert got == {
         "score_centering": ScoreCenteringConfig.from_args(args),
         "observe": True,
+        "inplace_backward": True,
         "eps_clip": 0.1,
         "eps_clip_high": 0.3,
         "use_tis": True,
