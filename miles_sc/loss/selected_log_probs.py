@@ -8,12 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from miles_sc.loss.vocabulary import VocabularyShard, accumulation_dtype, check_scoring_inputs, logits_shard
-
-# Rows are scored a few at a time, so that the handful of passes over a chunk find it in the cache: on a CPU this, and the
-# fused softmax kernel, decide the speed (a chunk beyond the cache costs 4x). An accelerator wants larger launches.
-CPU_CHUNK_BYTES = 4 << 20
-ACCELERATOR_CHUNK_BYTES = 256 << 20
+from miles_sc.loss.vocabulary import VocabularyShard, accumulation_dtype, check_scoring_inputs, chunk_rows, logits_shard
 
 
 def selected_log_probs(
@@ -50,19 +45,11 @@ def selected_log_probs(
     """
     shard = logits_shard(logits, group, vocab_size)
     check_scoring_inputs(token_ids, len(logits), shard.vocab_size, temperature=temperature, chunk_size=chunk_size)
-    rows = _chunk_rows(logits) if chunk_size == -1 else chunk_size
+    rows = chunk_rows(logits) if chunk_size == -1 else chunk_size
     log_probs, entropy = _SelectedLogProbs.apply(
         logits, token_ids.long(), shard, float(temperature), rows, inplace_backward, with_entropy
     )
     return (log_probs, entropy) if with_entropy else log_probs
-
-
-def _chunk_rows(logits: Tensor) -> int:
-    on_cpu = logits.device.type == "cpu"
-    row_bytes = max(logits.shape[1], 1) * accumulation_dtype(logits).itemsize
-    rows = (CPU_CHUNK_BYTES if on_cpu else ACCELERATOR_CHUNK_BYTES) // row_bytes
-    threads = torch.get_num_threads() if on_cpu else 1
-    return max(rows // threads * threads, threads)  # whole rows for every thread
 
 
 class _ChunkReader:

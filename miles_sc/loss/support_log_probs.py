@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from miles_sc.loss.vocabulary import accumulation_dtype, check_scoring_inputs, logits_shard
+from miles_sc.loss.vocabulary import accumulation_dtype, check_scoring_inputs, chunk_rows, logits_shard
 
 
 def support_log_probs(
@@ -67,6 +67,13 @@ class _GatherSelected(torch.autograd.Function):
     def backward(ctx, grad):
         columns, owned = ctx.saved_tensors
         shape, dtype = ctx.like
-        gradient = torch.zeros(shape, dtype=grad.dtype, device=grad.device)
-        gradient.scatter_add_(1, columns, torch.where(owned, grad, 0.0))
-        return gradient.to(dtype), None, None
+        gradient = torch.zeros(shape, dtype=dtype, device=grad.device)
+        owned_grad = torch.where(owned, grad, 0.0)
+        if dtype == grad.dtype:
+            return gradient.scatter_add_(1, columns, owned_grad), None, None
+        # the sampled token stands in its support too: both gradients are added before they are rounded
+        step = chunk_rows(gradient)
+        for rows in (slice(start, start + step) for start in range(0, shape[0], step)):
+            exact = torch.zeros_like(gradient[rows], dtype=grad.dtype)
+            gradient[rows] = exact.scatter_add_(1, columns[rows], owned_grad[rows])
+        return gradient, None, None

@@ -8,6 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Rows are scored a few at a time, so that the handful of passes over a chunk find it in the cache: on a CPU this, and the
+# fused softmax kernel, decide the speed (a chunk beyond the cache costs 4x). An accelerator wants larger launches.
+CPU_CHUNK_BYTES = 4 << 20
+ACCELERATOR_CHUNK_BYTES = 256 << 20
+
 
 @dataclass(frozen=True)
 class VocabularyShard:
@@ -108,3 +113,12 @@ def check_scoring_inputs(token_ids: Tensor, rows: int, vocab_size: int, *, tempe
 def accumulation_dtype(values: Tensor) -> torch.dtype:
     """float32, or float64 for float64."""
     return torch.promote_types(values.dtype, torch.float32)
+
+
+def chunk_rows(logits: Tensor) -> int:
+    """Rows of ``[T, V]`` to work on at a time, as suits the device."""
+    on_cpu = logits.device.type == "cpu"
+    row_bytes = max(logits.shape[1], 1) * accumulation_dtype(logits).itemsize
+    rows = (CPU_CHUNK_BYTES if on_cpu else ACCELERATOR_CHUNK_BYTES) // row_bytes
+    threads = torch.get_num_threads() if on_cpu else 1
+    return max(rows // threads * threads, threads)  # whole rows for every thread
