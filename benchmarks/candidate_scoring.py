@@ -1,6 +1,9 @@
-"""Candidate scoring against log_softmax + gather: time and extra peak memory, forward and backward.
+"""Candidate scoring against log_softmax + gather and Megatron's cross entropy: time and extra peak memory.
 
     python benchmarks/candidate_scoring.py [--rows 512] [--vocabulary 151936] [--candidates 128] [--dtype float32]
+
+Forward and backward. Megatron's vocab_parallel_cross_entropy scores one target and works over the logits, the floor of what
+anything can cost; it is measured where megatron-core is installed. The second table is the growth of our own.
 
 Every figure is a ratio within this run. Each contender runs in a process of its own, several times in turn with the
 others, so that neither the allocator's history nor the machine's mood favours one. Memory is the growth of the peak
@@ -8,6 +11,7 @@ resident set over the live logits (CPU), or of the allocator's peak (CUDA).
 """
 
 import argparse
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -30,7 +34,39 @@ def ours(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return selected_log_probs(logits, ids)
 
 
-CONTENDERS: dict[str, Callable] = {"log_softmax + gather": log_softmax_gather, "selected_log_probs": ours}
+def ours_in_place(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    from miles_sc import selected_log_probs
+
+    return selected_log_probs(logits, ids, inplace_backward=True)
+
+
+def megatron(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """One target a row, in place; a process group of one rank, as it asks for."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    if not torch.distributed.is_initialized():
+        backend = "nccl" if logits.is_cuda else "gloo"
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+    return -vocab_parallel_cross_entropy(logits[:, None], ids[:, :1])
+
+
+BASE, MEGATRON = "log_softmax + gather", "vocab_parallel_cross_entropy"
+OURS, IN_PLACE = "selected_log_probs", "selected_log_probs, in place"
+CONTENDERS: dict[str, Callable] = {BASE: log_softmax_gather, MEGATRON: megatron, OURS: ours, IN_PLACE: ours_in_place}
+
+
+class _Head(torch.autograd.Function):
+    """Stands for the model: logits that nothing else holds, whose gradient is used up at once."""
+
+    @staticmethod
+    def forward(ctx, anchor: torch.Tensor, logits: list[torch.Tensor]) -> torch.Tensor:
+        return logits.pop()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return gradient.new_zeros(()).float(), None
 
 
 class PeakMemory:
@@ -72,28 +108,49 @@ def _resident_bytes() -> int:
 
 
 def measure(name: str, rows: int, vocabulary: int, candidates: int, dtype: str, repeats: int) -> dict[str, float]:
-    """Median seconds and the extra peak of one contender, in this process."""
+    """Median seconds and the extra peak, in logits, of one contender in this process."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    function = CONTENDERS[name]
+    function, anchor = CONTENDERS[name], torch.zeros((), device=device, requires_grad=True)
     weights = torch.randn(rows, 1 + candidates, device=device)
     ids = torch.randint(0, vocabulary, (rows, 1 + candidates), device=device)
-    # warm-up on other logits, small: kernels and threads start, nothing large stays in the allocator
-    small = torch.randn(8, vocabulary, device=device, dtype=getattr(torch, dtype)).requires_grad_()
-    (function(small * 1, ids[:8]) * weights[:8]).sum().backward()
-    del small
+
+    def run(logits: list[torch.Tensor]) -> None:
+        scores = function(_Head.apply(anchor, logits), ids)
+        (scores * weights[:, : scores.shape[1]]).sum().backward()
+
+    # warm-up: kernels and threads start; the allocator gives a large block back
+    run([torch.randn(rows, vocabulary, device=device).to(getattr(torch, dtype))])
     seconds, extra = [], []
     for _ in range(repeats):
-        logits = torch.randn(rows, vocabulary, device=device).to(getattr(torch, dtype)).requires_grad_()
+        logits = torch.randn(rows, vocabulary, device=device).to(getattr(torch, dtype))
+        size, box = logits.numel() * logits.element_size(), [logits]
+        del logits
         with PeakMemory(device) as memory:
             started = time.perf_counter()
-            (function(logits, ids) * weights).sum().backward()
+            run(box)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)
-        extra.append(memory.extra / (logits.numel() * logits.element_size()))
-        del logits
+        extra.append(memory.extra / size)
     return {"seconds": statistics.median(seconds), "extra": max(extra)}
+
+
+def in_own_process(name: str, **shape: object) -> dict[str, float]:
+    """``measure`` in a process of its own."""
+    command = [sys.executable, __file__, "--one", name]
+    for flag, value in shape.items():
+        command += [f"--{flag}", str(value)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+
+
+def compare(contenders: list[tuple[str, dict]], rounds: int) -> list[tuple[float, float]]:
+    """Per contender the median ratio of its time to the first's, and its largest extra peak."""
+    results = [[in_own_process(name, **shape) for name, shape in contenders] for _ in range(rounds)]
+    return [
+        (statistics.median(r[i]["seconds"] / r[0]["seconds"] for r in results), max(r[i]["extra"] for r in results))
+        for i in range(len(contenders))
+    ]
 
 
 def main() -> None:
@@ -106,24 +163,27 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--one", choices=CONTENDERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    shape = (args.rows, args.vocabulary, args.candidates, args.dtype, args.repeats)
+    shape = {name: getattr(args, name) for name in ("rows", "vocabulary", "candidates", "dtype", "repeats")}
     if args.one:
-        print(json.dumps(measure(args.one, *shape)))
+        print(json.dumps(measure(args.one, *shape.values())))
         return
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
-    for _ in range(args.rounds):
-        for name in CONTENDERS:
-            command = [sys.executable, __file__, "--one", name]
-            for flag in ("rows", "vocabulary", "candidates", "dtype", "repeats"):
-                command += [f"--{flag}", str(getattr(args, flag))]
-            results[name].append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-    base = results["log_softmax + gather"]
-    print(f"{args.rows} x {args.vocabulary} {args.dtype}, K = {args.candidates}, forward + backward")
-    print(f"{'':22} {'extra peak / logits':>20} {'time / log_softmax + gather':>28}")
-    for name, rounds in results.items():
-        extra = max(r["extra"] for r in rounds)
-        ratio = statistics.median(r["seconds"] / b["seconds"] for r, b in zip(rounds, base, strict=True))
-        print(f"{name:22} {extra:19.2f}x {ratio:27.2f}x")
+    names = [name for name in CONTENDERS if name != MEGATRON or importlib.util.find_spec("megatron")]
+    found = dict(zip(names, compare([(name, shape) for name in names], args.rounds), strict=True))
+    print(
+        f"{args.rows} x {args.vocabulary} {args.dtype}, K = {args.candidates}, forward + backward, {torch.get_num_threads()} threads"
+    )
+    print(f"{'':30} {'extra peak / logits':>20} {'time / log_softmax':>20} {'time / Megatron':>16}")
+    for name, (time_ratio, extra) in found.items():
+        to_megatron = f"{time_ratio / found[MEGATRON][0]:15.2f}x" if MEGATRON in found else f"{'-':>16}"
+        print(f"{name:30} {extra:19.2f}x {time_ratio:19.2f}x {to_megatron}")
+
+    print(f"\n{IN_PLACE}, growth")
+    fewer = shape | {"candidates": args.candidates // 4}
+    longer = shape | {"rows": 2 * args.rows}
+    (_, _), (by_candidates, _) = compare([(IN_PLACE, fewer), (IN_PLACE, shape)], args.rounds)
+    (_, before), (by_rows, after) = compare([(IN_PLACE, shape), (IN_PLACE, longer)], args.rounds)
+    print(f"K {fewer['candidates']} -> {args.candidates}: time {by_candidates:.2f}x")
+    print(f"T {args.rows} -> {longer['rows']}: time {by_rows:.2f}x, extra peak / logits {before:.2f}x -> {after:.2f}x")
 
 
 if __name__ == "__main__":
