@@ -169,9 +169,8 @@ def main() -> None:
         return
     names = [name for name in CONTENDERS if name != MEGATRON or importlib.util.find_spec("megatron")]
     found = dict(zip(names, compare([(name, shape) for name in names], args.rounds), strict=True))
-    print(
-        f"{args.rows} x {args.vocabulary} {args.dtype}, K = {args.candidates}, forward + backward, {torch.get_num_threads()} threads"
-    )
+    threads = torch.get_num_threads()
+    print(f"{args.rows} x {args.vocabulary} {args.dtype}, K = {args.candidates}, {threads} threads, forward + backward")
     print(f"{'':30} {'extra peak / logits':>20} {'time / log_softmax':>20} {'time / Megatron':>16}")
     for name, (time_ratio, extra) in found.items():
         to_megatron = f"{time_ratio / found[MEGATRON][0]:15.2f}x" if MEGATRON in found else f"{'-':>16}"

@@ -17,10 +17,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from miles_sc.backends import ScoreFunction
 from miles_sc.backends.optimizer_step import check_gradient_norm, learning_rate, micro_batch_loss, raise_on_every_rank
+from miles_sc.backends.pretrained import load_causal_lm
 from miles_sc.backends.response_rows import ResponseRows
 from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.data.micro_batch import MicroBatch
@@ -166,19 +167,6 @@ class FsdpBackend:
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
             "steps": torch.tensor(self.steps),
         }
-
-
-def load_causal_lm(path: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A Hugging Face directory's causal LM on the CPU; nothing is fetched."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    for name in [name for name in config.to_dict() if name.endswith(("dropout", "pdrop"))]:
-        setattr(config, name, 0.0)  # dropout would make two passes over one batch differ
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
-    )
-    if missing := sorted(map(str, (*loading["missing_keys"], *loading["mismatched_keys"]))):
-        raise ValueError(f"{path}: its weights lack {missing[0]} (of {len(missing)}), which would be random: is it complete?")
-    return model
 
 
 def _sharded_model(path: str, device: torch.device, *, bf16: bool, gradient_checkpointing: bool) -> PreTrainedModel:

@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from miles_sc.backends import ScoreFunction
-from miles_sc.backends.fsdp import load_causal_lm
 from miles_sc.backends.megatron_model import build_gpt_model, transformer_config, uses_gathered_attention
 from miles_sc.backends.megatron_on_cpu import megatron_on_cpu
 from miles_sc.backends.megatron_weights import WeightMap, hugging_face_names
 from miles_sc.backends.optimizer_step import check_gradient_norm, learning_rate, micro_batch_loss, raise_on_every_rank
+from miles_sc.backends.pretrained import load_causal_lm
 from miles_sc.backends.response_rows import ResponseRows
 from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.data.micro_batch import MicroBatch

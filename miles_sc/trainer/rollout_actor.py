@@ -11,7 +11,7 @@ import ray
 import torch
 from transformers import PreTrainedModel
 
-from miles_sc.backends.fsdp import load_causal_lm
+from miles_sc.backends.pretrained import load_causal_lm
 from miles_sc.config import ScoreCenteringConfig
 from miles_sc.data.conversion import samples_to_train_data
 from miles_sc.data.sharding import shard

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from miles_sc import ScoreCenteringConfig
-from miles_sc.backends.fsdp import FsdpBackend, load_causal_lm
+from miles_sc.backends.fsdp import FsdpBackend
+from miles_sc.backends.pretrained import load_causal_lm
 from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.data.micro_batch import build_micro_batch
 from miles_sc.data.sharding import shard
