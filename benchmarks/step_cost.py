@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from miles_sc.backends.fsdp import FsdpBackend, load_causal_lm
+from miles_sc.backends.fsdp import FsdpBackend
+from miles_sc.backends.pretrained import load_causal_lm
 from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.config import ScoreCenteringConfig
 from miles_sc.data.conversion import samples_to_train_data

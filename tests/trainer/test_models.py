@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors.torch import load_file, save_file
 
-from miles_sc.backends.fsdp import load_causal_lm
+from miles_sc.backends.pretrained import load_causal_lm
 
 
 def test_a_model_without_some_of_its_weights_is_refused(model, tmp_path):
