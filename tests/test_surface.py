@@ -23,6 +23,10 @@ CALLS = {  # call, its leading parameters, the keyword-only ones with their defa
         ["logits", "token_ids"],
         {"group": None, "vocab_size": None, "temperature": 1.0, "chunk_size": -1, "inplace_backward": False},
     ),
+    miles_sc.linear_selected_log_probs: (
+        ["hidden", "weight", "token_ids"],
+        {"group": None, "vocab_size": None, "temperature": 1.0, "chunk_size": -1},
+    ),
     miles_sc.support_log_probs: (["logits", "token_ids"], {"group": None, "vocab_size": None, "temperature": 1.0}),
     miles_sc.rollout.configure_request: (["config", "request"], {"openai": False, "evaluation": False}),
     miles_sc.rollout.append_candidates: (

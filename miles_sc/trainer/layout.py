@@ -1,6 +1,7 @@
 """How the training ranks of a run are laid out: tensor x context x data."""
 
 import argparse
+import importlib.util
 
 from miles_sc.parallel.context import ContextLayout
 
@@ -34,6 +35,8 @@ def validate_layout(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag} {size}: --train-backend fsdp is data-parallel; set 1, or --train-backend megatron")
     if args.train_backend not in ("megatron", "fsdp"):
         raise ValueError(f"--train-backend {args.train_backend}: choose megatron or fsdp")
+    if args.train_backend == "megatron" and importlib.util.find_spec("megatron") is None:
+        raise ValueError("--train-backend megatron: megatron-core is not installed; pip install 'megatron-core>=0.16'")
     context_layout(args)
     if world_size(args) % _model_ranks(args):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 
 import pytest
@@ -291,6 +292,13 @@ def test_yaml_is_held_to_what_the_flags_ask(tmp_path, text, message):
 def test_no_illegal_combination_slips_past_through_yaml(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         with_yaml(tmp_path, text)
+
+
+def test_megatron_without_megatron_core_says_what_to_install(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "megatron" else found(name, *args))
+    with pytest.raises(ValueError, match="--train-backend megatron: megatron-core is not installed; pip install"):
+        finish(*BASE, "--train-backend", "megatron")
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\x00lr"])
