@@ -59,8 +59,10 @@ class _GatherSelected(torch.autograd.Function):
         columns, owned = shard.local(token_ids)
         ctx.save_for_backward(columns, owned)
         ctx.like = (logits.shape, logits.dtype)
-        gathered = torch.where(owned, logits.gather(1, columns).to(accumulation_dtype(logits)), 0.0)
-        return shard.sum(gathered)
+        dtype = accumulation_dtype(logits)
+        if logits.shape[1] == 0:  # a rank without columns still takes part
+            return shard.sum(torch.zeros(token_ids.shape, dtype=dtype, device=logits.device))
+        return shard.sum(torch.where(owned, logits.gather(1, columns).to(dtype), 0.0))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -68,6 +70,8 @@ class _GatherSelected(torch.autograd.Function):
         columns, owned = ctx.saved_tensors
         shape, dtype = ctx.like
         gradient = torch.zeros(shape, dtype=dtype, device=grad.device)
+        if shape[1] == 0:
+            return gradient, None, None
         owned_grad = torch.where(owned, grad, 0.0)
         if dtype == grad.dtype:
             return gradient.scatter_add_(1, columns, owned_grad), None, None

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,18 +33,18 @@ class VocabularyShard:
         """The shard of this rank: the ranks' columns, one after the other, are the vocabulary and then padding.
 
         Equal widths with padding at the end (Megatron), ``torch.chunk``'s short last ranks, any other split. The first call
-        of a group asks every rank for its width, in one small collective.
+        of a group with a vocabulary asks every rank for its width, in one small collective.
 
         Args:
-            columns: of the local logits; a rank has the same number at every call.
+            columns: of the local logits; the same at every call with this vocabulary.
             group: tensor-parallel group.
             vocab_size: true vocabulary; None where nothing is padded.
 
         Raises:
-            ValueError: a vocabulary that does not fit the columns; on every rank alike.
+            ValueError: a vocabulary that does not fit the columns, on every rank alike; columns that have changed.
         """
         alone = group is None or dist.get_world_size(group) == 1
-        widths = (columns,) if alone else _columns_of_all_ranks(columns, group)
+        widths = (columns,) if alone else _columns_of_all_ranks(columns, group, vocab_size)
         vocab_size = sum(widths) if vocab_size is None else vocab_size
         if not 0 < vocab_size <= sum(widths):
             raise ValueError(f"vocab_size = {vocab_size}: must lie in 1..{sum(widths)}, the columns of all ranks together")
@@ -70,11 +70,23 @@ class VocabularyShard:
         return torch.where(owned, token_ids - self.start, 0), owned
 
 
-@lru_cache(maxsize=64)
-def _columns_of_all_ranks(columns: int, group: dist.ProcessGroup) -> tuple[int, ...]:
-    widths: list[int] = [0] * dist.get_world_size(group)
-    dist.all_gather_object(widths, columns, group=group)
-    return tuple(widths)
+# group -> vocabulary -> the ranks' columns
+_splits: WeakKeyDictionary[dist.ProcessGroup, dict[int | None, tuple[int, ...]]] = WeakKeyDictionary()
+
+
+def _columns_of_all_ranks(columns: int, group: dist.ProcessGroup, vocab_size: int | None) -> tuple[int, ...]:
+    known = _splits.setdefault(group, {})
+    if vocab_size not in known:
+        widths: list[int] = [0] * dist.get_world_size(group)
+        dist.all_gather_object(widths, columns, group=group)
+        known[vocab_size] = tuple(widths)
+    expected = known[vocab_size][dist.get_rank(group)]
+    if columns != expected:
+        raise ValueError(
+            f"{columns} columns on this rank, and {expected} at an earlier call with vocab_size = {vocab_size} on the same "
+            "group: give each vocabulary its true vocab_size"
+        )
+    return known[vocab_size]
 
 
 def logits_shard(logits: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> VocabularyShard:

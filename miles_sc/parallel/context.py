@@ -47,6 +47,8 @@ class ContextLayout:
 
     def tokens_per_rank(self, lengths: Sequence[int]) -> int:
         """Slots on each rank of a micro-batch of samples of these lengths."""
+        if not lengths:
+            return self.padded(1) // self.size  # one row of padding
         if not self.packed:
             return len(lengths) * self.padded(max(lengths)) // self.size
         if self.allgather:
