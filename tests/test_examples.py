@@ -27,8 +27,16 @@ def test_drift_walk_prints_a_distance_per_arm_and_a_report(model, tmp_path):
 
 def test_candidate_scoring_benchmark_prints_ratios():
     output = run("benchmarks/candidate_scoring.py", "--rows", "16", "--vocabulary", "2000", "--rounds", "1", "--repeats", "1")
-    assert re.search(r"^log_softmax \+ gather .* 1\.00x$", output, re.MULTILINE)
-    assert re.search(r"^selected_log_probs +\d+\.\d\dx +\d+\.\d\dx$", output, re.MULTILINE)
+    assert re.search(r"^log_softmax \+ gather +\d+\.\d\dx +1\.00x +\d+\.\d\dx$", output, re.MULTILINE)
+    assert re.search(r"^vocab_parallel_cross_entropy +\d+\.\d\dx +\d+\.\d\dx +1\.00x$", output, re.MULTILINE)
+    assert re.search(r"^selected_log_probs, in place +\d+\.\d\dx +\d+\.\d\dx +\d+\.\d\dx$", output, re.MULTILINE)
+    assert re.search(r"^K 32 -> 128: time \d+\.\d\dx$", output, re.MULTILINE)
+
+
+def test_linear_scoring_benchmark_prints_ratios():
+    small = ("--vocabulary", "600", "--small-vocabulary", "300", "--many-rows", "32", "--rows", "8", "--hidden", "16")
+    output = run("benchmarks/linear_scoring.py", *small, "--rounds", "1", "--repeats", "1")
+    assert output.count("linear_selected_log_probs") >= 2 and re.search(r"\d+\.\d\dx", output)
 
 
 def test_step_cost_benchmark_prints_paired_ratios(model):

@@ -16,33 +16,41 @@ ScoreFunction = Callable[[Tensor, LossBatch], Tensor]
 
 
 class Backend(Protocol):
-    """One rank of a policy. Every rank must call every method, since all of them hold collectives."""
+    """One rank of a policy. Every rank must call every method, since all of them hold collectives.
+
+    Attributes:
+        vocab_size: true vocabulary, all of which the sampler draws from.
+    """
 
     device: torch.device
     groups: ParallelGroups
     vocab_size: int
 
-    def logits(self, micro_batch: MicroBatch) -> Tensor:
-        """``[T, V/TP]`` at the response rows; no other row is projected to the vocabulary."""
+    def score(self, micro_batch: MicroBatch, function: ScoreFunction) -> Tensor:
+        """``function(logits, batch) -> [T]``, without graph: log-probs before a step, say.
 
-    def score(self, micro_batches: Iterable[MicroBatch], function: ScoreFunction) -> list[Tensor]:
-        """``function(logits, batch) -> [T]`` of each micro-batch, without graph: log-probs before a step, say."""
+        The logits are ``[T, V/TP]``: no other row than a response's is projected to the vocabulary.
+        """
 
     def train_step(
-        self, micro_batches: Iterable[MicroBatch], passes: int, loss_function: LossFunction, settings: LossSettings
+        self, micro_batches: Iterable[MicroBatch], num_micro_batches: int, loss_function: LossFunction, settings: LossSettings
     ) -> dict[str, float]:
         """Forward and backward over the micro-batches of one optimizer step, then the step; its metrics.
 
         Args:
             micro_batches: built as they are needed.
-            passes: how many there are; the same on every rank.
+            num_micro_batches: how many there are; the same on every rank.
 
         Raises:
-            ValueError: a trained token or the gradient norm is not finite; no parameter has changed then.
+            ValueError: a trained token or the gradient norm is not finite, or the number is another; no parameter has changed.
         """
 
     def export_weights(self) -> dict[str, Tensor]:
-        """Whole float32 parameters on the CPU under Hugging Face names, on rank 0; empty elsewhere."""
+        """Whole float32 parameters on the CPU under Hugging Face names, on rank 0; empty elsewhere.
+
+        Raises:
+            ValueError: a weight that is not finite.
+        """
 
     def save(self, directory: Path) -> None:
         """Writes parameters and optimizer state; OSError if it cannot be written."""

@@ -1,6 +1,5 @@
 """A Hugging Face causal LM under FSDP2 (``fully_shard``): gloo on CPUs, NCCL where CUDA is there."""
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,20 +19,18 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from miles_sc.backends import ScoreFunction
-from miles_sc.backends.optimizer_step import check_gradient_norm, learning_rate, micro_batch_loss, raise_on_every_rank
+from miles_sc.backends.optimizer_step import StepLoss, check_exported, check_gradient_norm, clip_limit, exactly, learning_rate
 from miles_sc.backends.pretrained import load_causal_lm
 from miles_sc.backends.response_rows import ResponseRows
 from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.data.micro_batch import MicroBatch
 from miles_sc.loss.batch import LossSettings
-from miles_sc.loss.finite_guard import FiniteGuard
 from miles_sc.loss.hub import LossFunction
-from miles_sc.loss.metrics import StepMetrics
-from miles_sc.parallel.groups import ParallelGroups
+from miles_sc.parallel.groups import ParallelGroups, size_of
 
 
 class FsdpBackend:
-    """One data-parallel rank of the policy. The default process group must be initialised."""
+    """One data-parallel rank of a policy, see :class:`miles_sc.backends.Backend`. The default process group must exist."""
 
     def __init__(
         self,
@@ -48,11 +45,11 @@ class FsdpBackend:
         model_path: a Hugging Face directory.
         optimizer: None for a model that only scores, a reference.
         bf16: compute in bfloat16; parameters, their gradients' reduction and the optimizer stay float32.
+        gradient_checkpointing: recompute activations in backward.
         recompute_loss: rerun the loss in backward instead of keeping what it saved.
         """
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        self.world_size = dist.get_world_size()
-        self.groups = ParallelGroups(data=dist.group.WORLD, rows=dist.group.WORLD)
+        self.groups = ParallelGroups(data=dist.group.WORLD, data_context=dist.group.WORLD)
         self.settings = optimizer
         self.steps = 0
         self.recompute_loss = recompute_loss
@@ -65,80 +62,52 @@ class FsdpBackend:
         """Columns of the logits, all of which the sampler draws from."""
         return self.model.config.vocab_size
 
-    def logits(self, micro_batch: MicroBatch) -> Tensor:
-        """``[T, V]`` at the response rows; no other row is projected to the vocabulary."""
-        # samples packed into one row must not see each other; a row of its own needs the causal mask only
-        mask = micro_batch.attention_mask()[:, None] if micro_batch.layout.packed else None
+    def _logits(self, micro_batch: MicroBatch) -> Tensor:
+        # positions that begin anew tell the model which samples are packed into one row
         with self._response_rows.select(micro_batch.rows):
-            output = self.model(
-                input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids, attention_mask=mask, use_cache=False
-            )
-        return output.logits[0]
+            output = self.model(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids, use_cache=False)
+        return output.logits.squeeze(0)  # not [0], whose backward would copy the gradient
 
     @torch.no_grad()
-    def score(self, micro_batches: Iterable[MicroBatch], function: ScoreFunction) -> list[Tensor]:
-        """``function(logits, batch) -> [T]`` of each micro-batch, without graph: log-probs before a step, say."""
+    def score(self, micro_batch: MicroBatch, function: ScoreFunction) -> Tensor:
         self.model.eval()
-        return [function(self.logits(micro_batch), micro_batch.loss) for micro_batch in micro_batches]
+        return function(self._logits(micro_batch), micro_batch.loss)
 
     def train_step(
-        self, micro_batches: Iterable[MicroBatch], passes: int, loss_function: LossFunction, settings: LossSettings
+        self, micro_batches: Iterable[MicroBatch], num_micro_batches: int, loss_function: LossFunction, settings: LossSettings
     ) -> dict[str, float]:
-        """Forward and backward over the micro-batches of one optimizer step, then the step.
-
-        Collectives: FSDP's own, one flag, the gradient norm's, two of the metrics.
-
-        Args:
-            micro_batches: built as they are needed.
-            passes: how many there are; the same on every rank.
-
-        Raises:
-            ValueError: a trained token or the gradient norm is not finite; no parameter has changed then.
-        """
+        """Collectives: FSDP's own, one flag, the gradient norm's, two of the metrics."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        guard, metrics = FiniteGuard(), StepMetrics()
-        for number, micro_batch in enumerate(micro_batches, start=1):
-            self.model.set_requires_gradient_sync(number == passes)
-            guard.watch(micro_batch.describe)
-            logits = self.logits(micro_batch)
-            output = micro_batch_loss(logits, micro_batch.loss, loss_function, settings, guard, recompute=self.recompute_loss)
+        step = StepLoss(loss_function, settings, recompute=self.recompute_loss)
+        for number, micro_batch in enumerate(exactly(micro_batches, num_micro_batches), start=1):
+            self.model.set_requires_gradient_sync(number == num_micro_batches)
             # the weights already divide by the whole step, and FSDP averages over ranks
-            (output.loss * self.world_size).backward()
-            metrics.add(output.token_metrics, micro_batch.loss)
-        if number != passes:
-            raise ValueError(
-                f"{number} micro-batches came and {passes} were announced: the gradient was never reduced over ranks"
-            )
-        raise_on_every_rank(guard, self.device)
+            (step.of(micro_batch, self._logits(micro_batch)) * size_of(self.groups.data)).backward()
+        step.check(self.device)
         norm = self._clip_gradient()
         self.steps += 1
         lr = learning_rate(self.settings, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        return metrics.reduce(self.groups.rows) | {"grad_norm": norm, "lr": lr}
+        return step.metrics.reduce(self.groups.data_context) | {"grad_norm": norm, "lr": lr}
 
     def _clip_gradient(self) -> float:
-        limit = self.settings.clip_grad if self.settings.clip_grad > 0 else math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_limit(self.settings))
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         check_gradient_norm(norm)
         return norm
 
     def export_weights(self) -> dict[str, Tensor]:
-        """Whole float32 parameters on the CPU under Hugging Face names, on rank 0; empty elsewhere. Every rank must call."""
         exported = {}
         for name, value in self.model.state_dict().items():
             value = value.full_tensor() if isinstance(value, DTensor) else value
             if dist.get_rank() == 0:
-                if not value.isfinite().all():
-                    raise ValueError(f"{name} holds NaN or infinity after the last update: the run has diverged; lower --lr")
                 exported[name] = value.detach().to("cpu", copy=True)
-        return exported
+        return check_exported(exported)
 
     def save(self, directory: Path) -> None:
-        """Writes parameters and optimizer state, sharded. Every rank must call; OSError if it cannot be written."""
         try:
             dcp.save(self._state(), checkpoint_id=str(directory))
         except dcp.api.CheckpointException as error:
@@ -148,7 +117,6 @@ class FsdpBackend:
             ) from error
 
     def load(self, directory: Path) -> None:
-        """Restores what :meth:`save` wrote, to the bit on the same number of ranks."""
         state = self._state()
         try:
             dcp.load(state, checkpoint_id=str(directory))

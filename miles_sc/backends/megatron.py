@@ -1,6 +1,5 @@
 """A causal LM on Megatron-Core: tensor, context and data parallel; gloo on CPUs, NCCL where CUDA is there."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from transformers import AutoConfig
@@ -19,21 +19,27 @@ from miles_sc.backends import ScoreFunction
 from miles_sc.backends.megatron_model import build_gpt_model, transformer_config, uses_gathered_attention
 from miles_sc.backends.megatron_on_cpu import megatron_on_cpu
 from miles_sc.backends.megatron_weights import WeightMap, hugging_face_names
-from miles_sc.backends.optimizer_step import check_gradient_norm, learning_rate, micro_batch_loss, raise_on_every_rank
+from miles_sc.backends.optimizer_step import (
+    StepLoss,
+    check_exported,
+    check_gradient_norm,
+    clip_limit,
+    exactly,
+    learning_rate,
+    raise_on_every_rank,
+)
 from miles_sc.backends.pretrained import load_causal_lm
 from miles_sc.backends.response_rows import ResponseRows
 from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.data.micro_batch import MicroBatch
 from miles_sc.loss.batch import LossSettings
-from miles_sc.loss.finite_guard import FiniteGuard
 from miles_sc.loss.hub import LossFunction
-from miles_sc.loss.metrics import StepMetrics
 from miles_sc.parallel.context import ContextLayout
 from miles_sc.parallel.groups import ParallelGroups, rank_in, size_of
 
 
 class MegatronBackend:
-    """One rank of the policy. The default process group must be initialised; every rank must call every method."""
+    """One rank of a policy, see :class:`miles_sc.backends.Backend`. The default process group must exist."""
 
     def __init__(
         self,
@@ -52,6 +58,7 @@ class MegatronBackend:
         tensor_size: ranks that share one vocabulary, one set of heads.
         optimizer: None for a model that only scores, a reference.
         bf16: compute in bfloat16; gradients are reduced, and master weights kept, in float32.
+        gradient_checkpointing: recompute activations in backward.
         recompute_loss: rerun the loss in backward instead of keeping what it saved.
         """
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -90,8 +97,7 @@ class MegatronBackend:
         )
         return get_megatron_optimizer(config, [self.model])
 
-    def logits(self, micro_batch: MicroBatch) -> Tensor:
-        """``[T, V/TP]`` at this rank's response rows; no other row is projected to the vocabulary."""
+    def _logits(self, micro_batch: MicroBatch) -> Tensor:
         if self._gathers:
             how = {"attention_mask": micro_batch.attention_mask()}
         else:
@@ -99,60 +105,45 @@ class MegatronBackend:
         if self._config.bf16:
             how["fp32_output"] = False  # scoring widens a chunk at a time
         with self._response_rows.select(micro_batch.rows):
-            return self.model(micro_batch.input_ids, micro_batch.position_ids, **how)[0]
+            logits = self.model(micro_batch.input_ids, micro_batch.position_ids, **how)
+        return logits.squeeze(0)  # not [0], whose backward would copy the gradient
 
     @torch.no_grad()
-    def score(self, micro_batches: Iterable[MicroBatch], function: ScoreFunction) -> list[Tensor]:
-        """``function(logits, batch) -> [T]`` of each micro-batch, without graph: log-probs before a step, say."""
+    def score(self, micro_batch: MicroBatch, function: ScoreFunction) -> Tensor:
         self.model.eval()
         with megatron_on_cpu():
-            return [function(self.logits(micro_batch), micro_batch.loss) for micro_batch in micro_batches]
+            return function(self._logits(micro_batch), micro_batch.loss)
 
     def train_step(
-        self, micro_batches: Iterable[MicroBatch], passes: int, loss_function: LossFunction, settings: LossSettings
+        self, micro_batches: Iterable[MicroBatch], num_micro_batches: int, loss_function: LossFunction, settings: LossSettings
     ) -> dict[str, float]:
-        """Megatron's forward-backward schedule over the micro-batches of one optimizer step, then the step.
-
-        Collectives: the model's own, one flag, the gradient norm's, two of the metrics.
-
-        Args:
-            micro_batches: built as they are needed.
-            passes: how many there are; the same on every rank.
-
-        Raises:
-            ValueError: a trained token or the gradient norm is not finite; no parameter has changed then.
-        """
+        """Megatron's forward-backward schedule. Collectives: the model's, a flag, the gradient norm's, two of the metrics."""
         self.model.train()
-        guard, metrics = FiniteGuard(), StepMetrics()
-        # The weights already divide by the whole step. Megatron divides by the passes and the data x context ranks, and
+        step = StepLoss(loss_function, settings, recompute=self.recompute_loss)
+        # The weights already divide by the whole step. Megatron divides by the micro-batches and the data x context ranks, and
         # multiplies by the context ranks; what is left of that is undone here.
-        scale = passes * size_of(self.groups.data)
+        scale = num_micro_batches * size_of(self.groups.data)
 
         def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
             micro_batch = next(iterator)
-            guard.watch(micro_batch.describe)
+            return self._logits(micro_batch), lambda logits: (step.of(micro_batch, logits) * scale, {})
 
-            def loss(logits: Tensor) -> tuple[Tensor, dict]:
-                output = micro_batch_loss(logits, micro_batch.loss, loss_function, settings, guard, recompute=self.recompute_loss)
-                metrics.add(output.token_metrics, micro_batch.loss)
-                return output.loss * scale, {}
-
-            return self.logits(micro_batch), loss
-
+        coming = exactly(micro_batches, num_micro_batches)
         with megatron_on_cpu():
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
             get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iter(micro_batches),
+                data_iterator=coming,
                 model=[self.model],
-                num_microbatches=passes,
+                num_microbatches=num_micro_batches,
                 seq_length=1,  # unused without pipeline parallelism, like the next
                 micro_batch_size=1,
             )
-            raise_on_every_rank(guard, self.device)
+            next(coming, None)  # refuses more than were announced
+            step.check(self.device)
             self.optimizer.prepare_grads()
-            norm = float(self.optimizer.clip_grad_norm(self.settings.clip_grad if self.settings.clip_grad > 0 else math.inf))
+            norm = float(self.optimizer.clip_grad_norm(clip_limit(self.settings)))
             check_gradient_norm(norm)
             self.steps += 1
             lr = learning_rate(self.settings, self.steps)
@@ -160,7 +151,7 @@ class MegatronBackend:
                 # Megatron leaves both to its scheduler; norms and biases have the multiplier 0
                 group["lr"], group["weight_decay"] = lr, self.settings.weight_decay * group["wd_mult"]
             self.optimizer.step_with_ready_grads()
-        return metrics.reduce(self.groups.rows) | {"grad_norm": norm, "lr": lr}
+        return step.metrics.reduce(self.groups.data_context) | {"grad_norm": norm, "lr": lr}
 
     def _load_weights(self, path: str) -> None:
         weights = load_causal_lm(path).state_dict()
@@ -177,47 +168,46 @@ class MegatronBackend:
             raise ValueError(f"{path}: {unused[0]} (of {len(unused)}) has no place in Megatron's model; use --train-backend fsdp")
 
     def export_weights(self) -> dict[str, Tensor]:
-        """Whole float32 parameters on the CPU under Hugging Face names, on rank 0; empty elsewhere."""
+        """A gather over the tensor-parallel group for each sharded parameter."""
         exported = {}
         for name, parameter in self._gpt.named_parameters():
             (value,) = _master(parameter) or (parameter,)
-            for target, whole in self._weight_map.gather(name, value.detach()).items():
-                if dist.get_rank() == 0:
-                    if not whole.isfinite().all():
-                        raise ValueError(
-                            f"{target} holds NaN or infinity after the last update: the run has diverged; lower --lr"
-                        )
-                    exported[target] = whole.to("cpu", torch.float32, copy=True)
+            whole = self._weight_map.gather(name, value.detach())
+            if dist.get_rank() == 0:
+                exported |= {target: weight.to("cpu", torch.float32, copy=True) for target, weight in whole.items()}
         if exported and self._gpt.share_embeddings_and_output_weights:
             exported["lm_head.weight"] = exported["model.embed_tokens.weight"]
-        return exported
+        return check_exported(exported)
 
     def save(self, directory: Path) -> None:
-        """Writes parameters and optimizer state, a file per tensor-parallel rank; OSError if it cannot be written."""
-        if rank_in(self.groups.rows) == 0:
+        """A file per tensor-parallel rank."""
+        error: OSError | None = None
+        if rank_in(self.groups.data_context) == 0:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 torch.save(self._state(), directory / self._file_name())
-            except (OSError, RuntimeError) as error:
-                raise OSError(
-                    f"checkpoint {directory} cannot be written ({error}); is the disk full? choose another --save"
-                ) from error
-        dist.barrier()
+            except (OSError, RuntimeError) as cause:  # torch's writer says RuntimeError
+                error = OSError(f"checkpoint {directory} cannot be written ({cause}); is the disk full? choose another --save")
+        raise_on_every_rank(
+            error, self.device, OSError(f"checkpoint {directory}: another rank cannot write it; is the disk full?")
+        )
 
     def load(self, directory: Path) -> None:
-        """Restores what :meth:`save` wrote, to the bit on the same layout."""
         path = directory / self._file_name()
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever a damaged file makes the reader raise
+            raise ValueError(
+                f"checkpoint {path} cannot be read ({type(error).__name__}): damaged, or of another layout? remove it, or name "
+                "another --load"
+            ) from error
+        try:
             with megatron_on_cpu():
                 self._gpt.load_state_dict(state["model"])
                 self.optimizer.load_state_dict(state["optimizer"])
-        except Exception as error:  # whatever a damaged file makes the reader raise
-            raise ValueError(
-                f"checkpoint {path} cannot be read ({type(error).__name__}): damaged, or of another layout? remove it, or "
-                "name another --load"
-            ) from error
-        self.steps = state["steps"]
+            self.steps = int(state["steps"])
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise ValueError(f"checkpoint {path} is of another model ({error}): name another --load") from error
 
     def _state(self) -> dict:
         return {"model": self._gpt.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps}
@@ -227,18 +217,21 @@ class MegatronBackend:
 
 
 def megatron_groups(tensor_size: int, context_size: int) -> ParallelGroups:
-    """Megatron's process groups, made on the first call; a later call must ask for the same sizes."""
+    """Megatron's process groups of these sizes: those that are there, or new ones. A backend of other sizes is dead then."""
+    sizes = (tensor_size, context_size)
+    if parallel_state.model_parallel_is_initialized():
+        found = (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size())
+        if found != sizes:
+            parallel_state.destroy_model_parallel()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor_size, context_parallel_size=context_size)
-    found = (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size())
-    if found != (tensor_size, context_size):
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tensor_size, context_parallel_size=context_size)
+        if torch.cuda.is_available():
+            model_parallel_cuda_manual_seed(0)  # initial weights are drawn before the checkpoint's replace them
     return ParallelGroups(
         tensor=parallel_state.get_tensor_model_parallel_group(),
         context=parallel_state.get_context_parallel_group(),
         data=parallel_state.get_data_parallel_group(),
-        rows=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        data_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
 
 

@@ -76,7 +76,7 @@ def build_gpt_model(model: PretrainedConfig, config: TransformerConfig, layout: 
 
 def uses_gathered_attention(layout: ContextLayout) -> bool:
     """Whether attention is ours: wherever Transformer Engine's does not serve, on the CPU and in the all-gather layouts."""
-    return layout.allgather or not _has_transformer_engine()
+    return (layout.allgather and layout.size > 1) or not _has_transformer_engine()
 
 
 def head_size(model: PretrainedConfig) -> int:

@@ -33,20 +33,24 @@ class MicroBatch:
     maps: tuple[ContextMap, ...]
     rank: int
 
+    @property
+    def slots(self) -> ContextMap:
+        """Those of this rank."""
+        return self.maps[self.rank]
+
     def describe(self, row: int) -> str:
         """Which token a row is."""
-        response_row = int(self.maps[self.rank].response_rows[row])
-        ends = np.cumsum(self.maps[self.rank].response_lengths)
+        response_row = int(self.slots.response_rows[row])
+        ends = np.cumsum(self.slots.response_lengths)
         sample = int(np.searchsorted(ends, response_row, side="right"))
-        start = ends[sample] - self.maps[self.rank].response_lengths[sample]
+        start = ends[sample] - self.slots.response_lengths[sample]
         return f"sample {self.sample_indices[sample]}, response token {response_row - start}"
 
     def by_sample(self, values: Tensor) -> list[np.ndarray]:
         """``[T]`` as one array per sample with a place for every response token; NaN where another rank holds the row."""
-        mine, flat = self.maps[self.rank], values.float().cpu().numpy()
-        joined = np.full(int(mine.response_lengths.sum()), np.nan, np.float32)
-        joined[mine.response_rows] = flat
-        return np.split(joined, np.cumsum(mine.response_lengths)[:-1]) if self.sample_indices else []
+        joined = np.full(int(self.slots.response_lengths.sum()), np.nan, np.float32)
+        joined[self.slots.response_rows] = values.float().cpu().numpy()
+        return np.split(joined, np.cumsum(self.slots.response_lengths)[:-1]) if self.sample_indices else []
 
     def attention_mask(self) -> Tensor:
         """bool ``[B, S, size * S]``, true where a query sees a key; the keys of all context-parallel ranks side by side."""

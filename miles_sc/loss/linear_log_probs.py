@@ -31,7 +31,8 @@ def linear_selected_log_probs(
     """:func:`miles_sc.selected_log_probs` of ``hidden @ weight.T``, values and gradients, where ``[T, V]`` never exists.
 
     The logits are rounded to the model's dtype, as its own head would, then scored in float32. Saved for backward: hidden,
-    weight, ids and one scalar per row. Beside the gradients the extra memory depends on neither T nor V.
+    weight, ids and two scalars per row. Beside the gradients (hidden's is summed in float32) and a few ``[T, 1+K]`` the extra
+    memory is one tile's, whatever T and V.
 
     Args:
         hidden: ``[T, D]``, the same on every rank of ``group``.
@@ -126,34 +127,30 @@ class _LinearSelectedLogProbs(torch.autograd.Function):
                 places, owned = tiles.local(token_ids[rows], columns)
                 selected[rows] += torch.where(owned, z.gather(1, places), 0.0)
                 _add_to_softmax(z, largest[rows], mass[rows])
-        top = shard.max(largest.clone())
-        log_sum = shard.sum(torch.where(largest == -torch.inf, 0.0, mass * (largest - top).exp())).log()
-        # kept apart from the maximum to the end: their sum would be rounded at the logits' own scale
-        log_probs = torch.where(token_ids >= 0, (shard.sum(selected) - top[:, None]) - log_sum[:, None], 0.0)
-        # an id that no rank owns: refused on the CPU before, made loud where looking would wait for the device
-        log_probs.masked_fill_(token_ids >= shard.vocab_size, torch.nan)
-        ctx.save_for_backward(hidden, weight, token_ids, top + log_sum)
+        top, log_sum = shard.combine(largest, mass.log())
+        log_probs = shard.log_probs(selected, top, log_sum, token_ids)
+        ctx.save_for_backward(hidden, weight, token_ids, top, (-log_sum).exp())
         ctx.settings = (shard, temperature, tile)
         return log_probs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_log_probs):
-        hidden, weight, token_ids, log_sum_exp = ctx.saved_tensors
+        hidden, weight, token_ids, top, to_p = ctx.saved_tensors
         shard, temperature, tile = ctx.settings
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         grad = torch.where(token_ids >= 0, grad_log_probs, 0.0) / temperature
-        total = grad.sum(dim=1)
+        dtype, total = to_p.dtype, grad.sum(dim=1)
         tiles = _LogitTiles(hidden, weight, shard, temperature, tile)
-        hidden_gradient = torch.zeros_like(hidden, dtype=log_sum_exp.dtype) if wants_hidden else None
+        hidden_gradient = torch.zeros_like(hidden, dtype=dtype) if wants_hidden else None
         weight_gradient = torch.zeros_like(weight, memory_format=torch.contiguous_format) if wants_weight else None
         for columns in tiles.column_blocks:
             # zeros in the accumulation dtype: of narrower weights a copy, which is rounded once, after all rows
-            block = weight_gradient[columns].to(log_sum_exp.dtype) if wants_weight else None
+            block = weight_gradient[columns].to(dtype) if wants_weight else None
             for rows in tiles.row_blocks:
                 z = tiles.read(rows, columns)
                 places, owned = tiles.local(token_ids[rows], columns)
-                z.sub_(log_sum_exp[rows, None]).exp_().mul_(-total[rows, None])
+                z.sub_(top[rows, None]).exp_().mul_(-(total * to_p)[rows, None])
                 z.scatter_add_(1, places, torch.where(owned, grad[rows], 0.0))
                 dz = z.to(hidden.dtype)
                 if wants_hidden:
@@ -177,7 +174,7 @@ def _add_to_softmax(z: Tensor, largest: Tensor, mass: Tensor) -> None:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, in float32 also where the factors are narrower."""
+    """``total += left @ right``; a product of narrower factors is rounded to their dtype once, the sum stays float32."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from miles_sc.loss.batch import LossBatch
+from miles_sc.parallel.groups import size_of
 
 # A mean hides the one broken token; these get their worst case beside it.
 _MIN = ("sc_train_head_mass", "sc_rollout_head_mass")
@@ -30,7 +31,7 @@ class StepMetrics:
             self._rows.setdefault(name, []).append(torch.where(batch.active, values, 0.0))
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """Means with the loss's own weights, and worst cases, over all ranks of ``group`` (None: the default group, if any).
+        """Means with the loss's own weights, and worst cases, over all ranks of ``group`` (None: this rank alone).
 
         ``sc_tail_ratio`` is taken over the tokens whose tail can be read. ``_p99`` is the worst rank's.
         Called once a step, it waits for the device.
@@ -72,7 +73,7 @@ def _percentile_99(values: Tensor) -> Tensor:
 
 
 def _all_reduce(values: dict[str, Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
-    if not values or not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if not values or size_of(group) == 1:
         return
     packed = torch.stack(list(values.values()))
     dist.all_reduce(packed, op=op, group=group)

@@ -5,6 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from miles_sc.loss.vocabulary import VocabularyShard
+
 
 @dataclass(frozen=True)
 class RowStatistics:
@@ -29,6 +31,9 @@ class RowStatistics:
 
 class ScoringKernel(Protocol):
     """Holds a shard of the vocabulary and a temperature, no tensors."""
+
+    shard: VocabularyShard
+    temperature: float
 
     def statistics(self, logits: Tensor, columns: Tensor, owned: Tensor, *, with_entropy: bool) -> RowStatistics:
         """Args:

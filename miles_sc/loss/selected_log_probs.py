@@ -4,8 +4,6 @@ An explicit autograd Function on this rank's columns. Since the loss is replicat
 reduces and backward reduces nothing.
 """
 
-import sys
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,8 +26,8 @@ def selected_log_probs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probs of selected tokens under ``softmax(logits / temperature)`` over the true vocabulary.
 
-    Saved for backward: the live logits, the ids and one scalar per row, another with entropy; on CUDA the selected logits too,
-    where a Triton kernel reads each logit once forward, once backward.
+    Saved for backward: the live logits, the ids and one scalar per row, another with entropy. On CUDA a Triton kernel reads each
+    logit once forward, once backward; it saves another scalar per row and the selected logits.
 
     Args:
         logits: ``[T, V/TP]``, this rank's columns.
@@ -56,7 +54,7 @@ def selected_log_probs(
 
 
 def _kernel(logits: Tensor, shard: VocabularyShard, temperature: float, chunk_size: int) -> ScoringKernel:
-    if logits.is_cuda or "triton" in sys.modules:  # not imported for the sake of a CPU
+    if logits.is_cuda:  # a CPU does not import Triton
         from miles_sc.loss import triton_scoring
 
         if triton_scoring.is_available(logits):
@@ -76,12 +74,8 @@ class _SelectedLogProbs(torch.autograd.Function):
     def forward(ctx, logits, token_ids, kernel, inplace_backward, with_entropy):
         shard: VocabularyShard = kernel.shard
         statistics = kernel.statistics(logits, *shard.local(token_ids), with_entropy=with_entropy)
-        # maximum and log-sum are kept apart to the end: their sum would be rounded at the logits' own scale
-        top, log_sum = _combine(statistics, shard)
-        selected = shard.sum(statistics.selected.clone()) if shard.group is not None else statistics.selected
-        log_probs = torch.where(token_ids >= 0, (selected - top[:, None]) - log_sum[:, None], 0.0)
-        # an id that no rank owns: refused on the CPU before, made loud where looking would wait for the device
-        log_probs.masked_fill_(token_ids >= shard.vocab_size, torch.nan)
+        top, log_sum = shard.combine(statistics.largest, statistics.log_sum)
+        log_probs = shard.log_probs(statistics.selected, top, log_sum, token_ids)
 
         below_top = _where_mass(statistics, statistics.largest - top, shard, otherwise=-torch.inf)
         to_p = (below_top + statistics.log_unit - log_sum).exp()  # from the kernel's exp to p of the whole vocabulary
@@ -121,15 +115,6 @@ class _SelectedLogProbs(torch.autograd.Function):
             entropy_shift=None if grad_entropy is None else entropy_shift,
         )
         return gradient, None, None, None, None
-
-
-def _combine(statistics: RowStatistics, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """The largest logit ``[T]`` of the whole vocabulary, and ``log(sum exp(z - largest))`` over it."""
-    if shard.group is None:
-        return statistics.largest, statistics.log_sum
-    top = shard.max(statistics.largest.clone())
-    here = (statistics.largest - top + statistics.log_sum).exp()
-    return top, shard.sum(_where_mass(statistics, here, shard, otherwise=0.0)).log()
 
 
 def _where_mass(statistics: RowStatistics, values: Tensor, shard: VocabularyShard, *, otherwise: float) -> Tensor:

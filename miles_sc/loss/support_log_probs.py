@@ -34,16 +34,16 @@ def support_log_probs(
         ValueError: as :func:`miles_sc.selected_log_probs`.
     """
     shard = logits_shard(logits, group, vocab_size)
-    check_scoring_inputs(token_ids, len(logits), shard.vocab_size, temperature=temperature, chunk_size=-1)
+    check_scoring_inputs(token_ids, len(logits), shard.vocab_size, temperature=temperature)
     token_ids = token_ids.long()
     scaled = _GatherSelected.apply(logits, token_ids, shard) / temperature
-    valid = token_ids >= 0
-    valid = valid & valid[:, 1:].any(dim=1, keepdim=True)
+    has_support = (token_ids[:, 1:] >= 0).any(dim=1, keepdim=True)
+    valid = (token_ids >= 0) & has_support
     # a row without support is given a single 0, so that its logsumexp and gradient stay finite
     support = torch.where(valid[:, 1:], scaled[:, 1:], -torch.inf)
-    support = torch.where(valid[:, 1:].any(dim=1, keepdim=True), support, 0.0)
+    support = torch.where(has_support, support, 0.0)
     log_probs = torch.where(valid, scaled - support.logsumexp(dim=1, keepdim=True), 0.0)
-    log_probs = log_probs.masked_fill(token_ids >= shard.vocab_size, torch.nan)
+    log_probs = shard.nan_outside(log_probs, token_ids)
     if not with_entropy:
         return log_probs
     head = log_probs[:, 1:]

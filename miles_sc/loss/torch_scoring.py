@@ -41,7 +41,17 @@ class TorchKernel:
         return RowStatistics(largest, log_unit + mass.log(), selected, mean / mass if with_entropy else None, log_unit)
 
     def write_gradient(
-        self, gradient, logits, columns, owned, grad_selected, saved, *, scale, entropy_scale, entropy_shift
+        self,
+        gradient: Tensor,
+        logits: Tensor,
+        columns: Tensor,
+        owned: Tensor,
+        grad_selected: Tensor,
+        saved: tuple[Tensor, ...],
+        *,
+        scale: Tensor,
+        entropy_scale: Tensor | None,
+        entropy_shift: Tensor | None,
     ) -> None:
         width = self.shard.width
         gradient[:, width:] = 0

@@ -41,7 +41,8 @@ class VocabularyShard:
             vocab_size: true vocabulary; None where nothing is padded.
 
         Raises:
-            ValueError: a vocabulary that does not fit the columns, on every rank alike; columns that have changed.
+            ValueError: a vocabulary that does not fit the columns, on every rank alike; columns that have changed, on the rank
+                whose they are.
         """
         alone = group is None or dist.get_world_size(group) == 1
         widths = (columns,) if alone else _columns_of_all_ranks(columns, group, vocab_size)
@@ -50,6 +51,29 @@ class VocabularyShard:
             raise ValueError(f"vocab_size = {vocab_size}: must lie in 1..{sum(widths)}, the columns of all ranks together")
         start = 0 if alone else sum(widths[: dist.get_rank(group)])
         return VocabularyShard(start, min(max(vocab_size - start, 0), columns), vocab_size, None if alone else group)
+
+    def combine(self, largest: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest logit ``[T]`` of the whole vocabulary and ``log(sum exp(z - largest))`` over it. One MAX, one SUM.
+
+        They are kept apart to the end: their sum would be rounded at the logits' own scale.
+
+        Args:
+            largest, log_sum: the same of this rank's columns; a row without mass here has ``largest = -inf``.
+        """
+        if self.group is None:
+            return largest, log_sum
+        top = self.max(largest.clone())
+        here = torch.where(largest == -torch.inf, 0.0, (largest - top + log_sum).exp())
+        return top, self.sum(here).log()
+
+    def log_probs(self, selected: Tensor, top: Tensor, log_sum: Tensor, token_ids: Tensor) -> Tensor:
+        """``log p [T, 1+K]`` of ids whose logits ``selected`` are 0 on all ranks but one; 0 where the id is -1. One SUM."""
+        log_probs = torch.where(token_ids >= 0, (self.sum(selected) - top[:, None]) - log_sum[:, None], 0.0)
+        return self.nan_outside(log_probs, token_ids)
+
+    def nan_outside(self, log_probs: Tensor, token_ids: Tensor) -> Tensor:
+        """NaN for an id that no rank owns: refused on the CPU before, made loud where looking would wait for the device."""
+        return log_probs.masked_fill(token_ids >= self.vocab_size, torch.nan)
 
     def max(self, rows: Tensor) -> Tensor:
         """Elementwise maximum over the group, in place. One collective."""
@@ -97,7 +121,7 @@ def logits_shard(logits: Tensor, group: dist.ProcessGroup | None, vocab_size: in
     return VocabularyShard.of(logits.shape[1], group=group, vocab_size=vocab_size)
 
 
-def check_scoring_inputs(token_ids: Tensor, rows: int, vocab_size: int, *, temperature: float, chunk_size: int) -> None:
+def check_scoring_inputs(token_ids: Tensor, rows: int, vocab_size: int, *, temperature: float, chunk_size: int = -1) -> None:
     """What every scoring function asks of its arguments.
 
     Raises:

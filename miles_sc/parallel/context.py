@@ -55,8 +55,8 @@ class ContextLayout:
             return self.padded(sum(lengths)) // self.size
         return sum(self.padded(length) for length in lengths) // self.size
 
-    def columns(self, padded_length: int, rank: int) -> np.ndarray:
-        """Columns of a padded row that a rank holds, int64, ascending."""
+    def positions(self, padded_length: int, rank: int) -> np.ndarray:
+        """Positions of a padded row that a rank holds, int64, ascending."""
         parts = np.arange(padded_length).reshape(self.parts, -1)
         mine = [rank] if self.parts == self.size else [rank, self.parts - 1 - rank]
         return parts[mine].reshape(-1)
@@ -143,24 +143,24 @@ def context_map(
     else:
         width = layout.padded(int(total.max(initial=1)))
         rows = np.arange(len(total)) if len(total) else np.array([-1])
-        samples, positions = (grid.copy() for grid in np.broadcast_arrays(rows[:, None], layout.columns(width, rank)[None]))
+        samples, positions = (grid.copy() for grid in np.broadcast_arrays(rows[:, None], layout.positions(width, rank)[None]))
     return ContextMap(samples, positions, total, response)
 
 
 def _packed_slots(total: np.ndarray, layout: ContextLayout, rank: int) -> tuple[np.ndarray, np.ndarray]:
     if not layout.allgather:
-        parts = [layout.columns(layout.padded(length), rank) for length in total]
+        parts = [layout.positions(layout.padded(length), rank) for length in total]
         samples = np.repeat(np.arange(len(total)), [len(part) for part in parts])
         positions = np.concatenate(parts) if parts else np.empty(0, np.int64)
         if not len(positions):
-            positions = layout.columns(layout.padded(1), rank)
+            positions = layout.positions(layout.padded(1), rank)
             samples = np.full(len(positions), -1)
         return samples[None], positions[None]
     length = int(total.sum())
     padding = layout.padded(length) - length
     samples = np.concatenate([np.repeat(np.arange(len(total)), total), np.full(padding, -1, np.int64)])
     positions = np.concatenate([*(np.arange(n) for n in total), np.arange(padding)])
-    mine = layout.columns(len(samples), rank)
+    mine = layout.positions(len(samples), rank)
     return samples[None, mine], positions[None, mine]
 
 

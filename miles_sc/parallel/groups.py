@@ -15,13 +15,13 @@ class ParallelGroups:
         tensor: holds one vocabulary; its ranks have the same rows.
         context: holds one micro-batch; its ranks have different rows of the same samples.
         data: holds one optimizer step; its ranks have different samples.
-        rows: context and data together: everybody with rows of their own, over whom sums are taken.
+        data_context: both together: everybody with rows of their own, over whom sums are taken.
     """
 
     tensor: dist.ProcessGroup | None = None
     context: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
-    rows: dist.ProcessGroup | None = None
+    data_context: dist.ProcessGroup | None = None
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:

@@ -35,7 +35,7 @@ def validate_layout(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag} {size}: --train-backend fsdp is data-parallel; set 1, or --train-backend megatron")
     if args.train_backend not in ("megatron", "fsdp"):
         raise ValueError(f"--train-backend {args.train_backend}: choose megatron or fsdp")
-    if args.train_backend == "megatron" and importlib.util.find_spec("megatron") is None:
+    if args.train_backend == "megatron" and not _has_megatron_core():
         raise ValueError("--train-backend megatron: megatron-core is not installed; pip install 'megatron-core>=0.16'")
     context_layout(args)
     if world_size(args) % _model_ranks(args):
@@ -48,3 +48,8 @@ def validate_layout(args: argparse.Namespace) -> None:
 
 def _model_ranks(args: argparse.Namespace) -> int:
     return args.tensor_model_parallel_size * args.context_parallel_size
+
+
+def _has_megatron_core() -> bool:
+    # "megatron" is a namespace that other packages share
+    return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None

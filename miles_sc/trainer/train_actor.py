@@ -4,7 +4,6 @@ import argparse
 import os
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ class TrainActor:
         self._backend = _build_backend(args, args.hf_checkpoint, optimizer_settings(args))
         if args.use_kl_loss:
             self._reference = _build_backend(args, args.ref_load or args.hf_checkpoint, None)
-        groups = self._backend.groups
+        self._layout, groups = context_layout(args), self._backend.groups
         self._settings = loss_settings(args, vocab_size=self._backend.vocab_size, tensor_group=groups.tensor)
         self._data_rank, self._context_rank = rank_in(groups.data), rank_in(groups.context)
         self._loss_function = loss_function(args.loss_type)
@@ -67,15 +66,14 @@ class TrainActor:
         shard: Shard = ray.get(shards[self._data_rank])
         data = dict(shard.data)
         if self._args.ci_test:
-            self._check_scoring(data, shard.steps[0][:1])
+            self._check_scoring(data, shard.steps[0][0])
         self._add_policy_log_probs(data, shard.steps)
-        metrics = combine_steps(
-            [
-                self._backend.train_step(self._micro_batches(data, step), len(step), self._loss_function, self._settings)
-                for step in shard.steps
-            ]
-        )
+        metrics = combine_steps([self._train_step(data, step) for step in shard.steps])
         return {f"train/{name}": value for name, value in metrics.items()} | {"perf/train_seconds": time.perf_counter() - started}
+
+    def _train_step(self, data: dict[str, list], step: list[list[int]]) -> dict[str, float]:
+        micro_batches = (self._micro_batch(data, members) for members in step)
+        return self._backend.train_step(micro_batches, len(step), self._loss_function, self._settings)
 
     def _add_policy_log_probs(self, data: dict[str, list], steps: list[list[list[int]]]) -> None:
         """Log-probs of the policy before any step of this rollout, and of the reference, where the loss reads them."""
@@ -88,7 +86,7 @@ class TrainActor:
         if self._reference is not None:
             data["ref_log_probs"] = self._scored(self._reference, data, passes, self._reference_log_probs)
 
-    def _check_scoring(self, data: dict[str, list], passes: list[list[int]]) -> None:
+    def _check_scoring(self, data: dict[str, list], members: list[int]) -> None:
         """``--ci-test``: the first micro-batch's sampled log-probs against a dense float64 softmax."""
 
         def difference(logits: torch.Tensor, batch: LossBatch) -> torch.Tensor:
@@ -97,7 +95,7 @@ class TrainActor:
             dense = dense.gather(1, batch.token_ids[:, None])[:, 0]
             return (full_vocabulary_log_probs(logits, batch, self._settings) - dense).abs()
 
-        (differences,) = self._backend.score(self._micro_batches(data, passes), difference)
+        differences = self._backend.score(self._micro_batch(data, members), difference)
         if differences.numel() and not differences.max() < 1e-4:
             raise ValueError(f"--ci-test: candidate scoring is {float(differences.max())} off a dense softmax; this is a bug")
 
@@ -106,7 +104,7 @@ class TrainActor:
         column: list = [None] * len(data["tokens"])
         for members in passes:
             micro_batch = self._micro_batch(data, members)
-            (scores,) = backend.score([micro_batch], function)
+            scores = backend.score(micro_batch, function)
             for i, values in zip(members, micro_batch.by_sample(scores), strict=True):
                 column[i] = values
         return column
@@ -117,16 +115,13 @@ class TrainActor:
     def _reference_log_probs(self, logits: torch.Tensor, batch: LossBatch) -> torch.Tensor:
         return full_vocabulary_log_probs(logits, batch, self._settings)
 
-    def _micro_batches(self, data: dict[str, list], passes: list[list[int]]) -> Iterator[MicroBatch]:
-        return (self._micro_batch(data, members) for members in passes)
-
     def _micro_batch(self, data: dict[str, list], members: list[int]) -> MicroBatch:
         return build_micro_batch(
             data,
             members,
             self._backend.device,
             pad_token_id=self._pad_token_id,
-            layout=context_layout(self._args),
+            layout=self._layout,
             rank=self._context_rank,
         )
 

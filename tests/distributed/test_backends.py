@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from miles_sc import ScoreCenteringConfig
 from miles_sc.backends.fsdp import FsdpBackend
@@ -25,7 +24,7 @@ CENTERING = ScoreCenteringConfig(top_logprobs_num=K, importance_sampling="tis", 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to train; ``ranks`` is tensor x context x data."""
+    """One way to train; what of the ranks is neither tensor nor context is data."""
 
     backend: str
     tensor: int = 1
@@ -34,6 +33,7 @@ class Case:
     per_token: bool = True
     checkpointing: bool = False
     model: str = "qwen3"
+    inplace: bool = True
 
     def __str__(self) -> str:
         names = [self.backend, f"tp{self.tensor}", f"cp{self.layout.size}", self.layout.qkv_format]
@@ -43,13 +43,14 @@ class Case:
             "checkpointing": self.checkpointing,
             "per sample": not self.per_token,
             self.model: self.model != "qwen3",
+            "out of place": not self.inplace,
         }
         return " ".join([*names, *(name for name, on in flags.items() if on)])
 
     @property
     def reference(self) -> "Case":
         """The same on one rank, without a layout."""
-        return Case("fsdp", bf16=self.bf16, per_token=self.per_token, model=self.model)
+        return Case("fsdp", bf16=self.bf16, per_token=self.per_token, model=self.model, inplace=False)
 
 
 def layouts(size):
@@ -59,6 +60,7 @@ def layouts(size):
 OTHER_MODELS = ["qwen3 tied", "qwen2", "llama"]
 ALONE = [
     Case("fsdp", layout=ContextLayout("thd")),
+    Case("fsdp", layout=ContextLayout("thd"), model="mistral"),
     Case("megatron"),
     Case("megatron", layout=ContextLayout("thd")),
     Case("megatron", bf16=True),
@@ -88,7 +90,7 @@ REFERENCES = list({case.reference: None for cases in CASES.values() for case in 
 
 
 def train(case: Case, paths: dict[str, str]) -> dict:
-    """Two optimizer steps on every rank; metrics of both, log-probs before them, weights after them on rank 0."""
+    """Two optimizer steps on every rank; metrics of both, and the weights after them on rank 0."""
     # Adam's first steps are the gradient's sign, and bf16 rounding flips the smallest; SGD compares what was computed
     optimizer = OptimizerSettings(
         optimizer="sgd" if case.bf16 else "adam", lr=1e-2, weight_decay=0.1, clip_grad=0.5, lr_warmup_iters=2
@@ -102,7 +104,7 @@ def train(case: Case, paths: dict[str, str]) -> dict:
         backend = MegatronBackend(paths[case.model], layout=case.layout, tensor_size=case.tensor, **common)
     settings = LossSettings(
         score_centering=CENTERING, entropy_coef=0.05, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3",
-        vocab_size=backend.vocab_size, tensor_parallel_group=backend.groups.tensor,
+        inplace_backward=case.inplace, vocab_size=backend.vocab_size, tensor_parallel_group=backend.groups.tensor,
     )  # fmt: skip
     data = train_data(vocab_size=backend.vocab_size, k=K)
     shards = shard(
@@ -128,9 +130,7 @@ def train(case: Case, paths: dict[str, str]) -> dict:
 
 
 def work(cases, paths):
-    results = {case: train(case, paths) for case in cases}
-    dist.barrier()
-    return results
+    return {case: train(case, paths) for case in cases}
 
 
 def tiny_model(path, name):
@@ -146,6 +146,8 @@ def tiny_model(path, name):
         ),
         "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM, {"num_key_value_heads": 4, "rope_theta": 500.0}),
         # one key-value head, which the tensor-parallel ranks share
+        # the second half of each sample no longer sees the first
+        "mistral": (hf.MistralConfig, hf.MistralForCausalLM, {"num_key_value_heads": 2, "sliding_window": 4}),
         "llama": (hf.LlamaConfig, hf.LlamaForCausalLM, {"num_key_value_heads": 1, "rms_norm_eps": 1e-5}),
     }
     config, model, options = kinds[name]
@@ -162,7 +164,7 @@ def tiny_model(path, name):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return {name: tiny_model(folder / name, name) for name in ("qwen3", *OTHER_MODELS)}
+    return {name: tiny_model(folder / name, name) for name in ("qwen3", "mistral", *OTHER_MODELS)}
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +188,7 @@ def trained(tmp_path_factory, models):
 )
 def test_every_layout_makes_the_step_of_one_rank(trained, models, ranks, case):
     (expected,) = [found[case.reference] for found in trained(1)]
-    tolerance = {"rel": 0.05, "abs": 2e-2} if case.bf16 else {"rel": 2e-4, "abs": 2e-6}
+    tolerance = {"rel": 0.02, "abs": 2e-3} if case.bf16 else {"rel": 2e-4, "abs": 2e-6}
     results = [found[case] for found in trained(ranks)]
     for result in results:
         for step, (found, wanted) in enumerate(zip(result["metrics"], expected["metrics"], strict=True)):

@@ -46,11 +46,11 @@ def sc_metrics(**rows):
     return defaults | rows
 
 
-def reduced(*micro_batches):
+def reduced(*micro_batches, group=None):
     metrics = StepMetrics()
     for values, batch in micro_batches:
         metrics.add(values, batch)
-    return metrics.reduce()
+    return metrics.reduce(group)
 
 
 def test_means_carry_the_losss_own_weights_over_micro_batches():
@@ -129,17 +129,16 @@ def test_ranks_reduce_to_what_one_rank_would_say(monkeypatch):
     first = sc_metrics(sc_tail_ratio=[1.0, 4.0], sc_train_head_mass=[0.9, 0.7]), batch_of([0.2, 0.3], [1, 1])
     second = sc_metrics(sc_tail_ratio=[2.0, 9.0], sc_train_head_mass=[0.8, 0.1]), batch_of([0.5, 0.0], [1, 0])
     whole = reduced(first, second)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     given = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: given.append((tensor.clone(), op)))
-    apart = [reduced(first), reduced(second)]
+    apart = [reduced(first, group="both"), reduced(second, group="both")]
     assert [op for _, op in given] == [dist.ReduceOp.SUM, dist.ReduceOp.MAX] * 2
     combine = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
     sums, extremes = (combine[given[i][1]](given[i][0], given[i + 2][0]) for i in range(2))
     answers = iter([sums, extremes])
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: tensor.copy_(next(answers)))
-    both = reduced(first)
+    both = reduced(first, group="both")
     assert apart[0]["sc_tail_ratio"] != pytest.approx(whole["sc_tail_ratio"])
     assert both == {name: pytest.approx(value) for name, value in whole.items()}
 

@@ -79,21 +79,22 @@ def dense(logits, ids, *, vocab_size=VOCAB, temperature=1.0, with_entropy=True):
     return log_probs.detach(), entropy.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
-def scored(
-    kernels, logits, ids, *, vocab_size=VOCAB, temperature=1.0, with_entropy=True, ranks=1, in_place=False, shift_by_top=False
-):
+def scored(kernels, logits, ids, *, vocab_size=VOCAB, temperature=1.0, with_entropy=True, ranks=1, in_place=False):
     """The same from the kernels, with the columns on ``ranks`` ranks whose reductions are written out."""
     widths = [len(columns) for columns in torch.arange(logits.shape[1]).chunk(ranks)]
     starts = [sum(widths[:rank]) for rank in range(ranks)]
-    shards = [VocabularyShard(s, min(max(vocab_size - s, 0), w), vocab_size, None) for s, w in zip(starts, widths, strict=True)]
-    local_logits = logits.split(widths, dim=1)
+    group = None if ranks == 1 else "two ranks"
+    shards = [VocabularyShard(s, min(max(vocab_size - s, 0), w), vocab_size, group) for s, w in zip(starts, widths, strict=True)]
+    local_logits, ranked = logits.split(widths, dim=1), [kernels.TritonKernel(shard, temperature) for shard in shards]
     statistics = [
-        kernels.row_statistics(z, *shard.local(ids), width=shard.width, temperature=temperature, with_entropy=with_entropy)
-        for z, shard in zip(local_logits, shards, strict=True)
+        kernel.statistics(z, *kernel.shard.local(ids), with_entropy=with_entropy)
+        for z, kernel in zip(local_logits, ranked, strict=True)
     ]
     top = torch.stack([s.largest for s in statistics]).amax(dim=0)
-    shares = [torch.where(s.largest == -INF, 0.0, (s.largest - top + s.log_sum).exp()) for s in statistics]
-    log_sum = sum(shares).log() if ranks > 1 else statistics[0].log_sum
+    to_p = [(s.largest - top).exp().where(s.largest > -INF, 0.0 if group else torch.nan) for s in statistics]
+    to_p = [share.where(~s.largest.isnan(), torch.nan) for share, s in zip(to_p, statistics, strict=True)]
+    shares = [factor * s.log_sum.exp() for factor, s in zip(to_p, statistics, strict=True)]
+    log_sum = sum(shares).log() if group else statistics[0].log_sum
     selected = sum(s.selected for s in statistics)
     log_probs = torch.where(ids >= 0, (selected - top[:, None]) - log_sum[:, None], 0.0)
     entropy = None
@@ -103,25 +104,21 @@ def scored(
         entropy = log_sum - sum(means) / log_sum.exp()
 
     grad_log_probs, grad_entropy = (g.to(logits.device) for g in cotangents(ids.cpu()))
-    normalizer = (-log_sum).exp() if shift_by_top else 1.0
-    lse = top + log_sum
     gradients = []
-    for z, shard, s in zip(local_logits, shards, statistics, strict=True):
-        columns, owned = shard.local(ids)
+    for z, kernel, s, factor in zip(local_logits, ranked, statistics, to_p, strict=True):
+        columns, owned = kernel.shard.local(ids)
         gradient = z if in_place else torch.full_like(z, torch.nan)
-        kernels.write_gradient(
+        factor = factor * (-log_sum).exp() / temperature
+        kernel.write_gradient(
             gradient,
             z,
             columns,
             owned,
             torch.where(owned, grad_log_probs, 0.0) / temperature,
-            s.selected,
-            width=shard.width,
-            temperature=temperature,
-            lse=top if shift_by_top else lse,
-            scale=-torch.where(ids >= 0, grad_log_probs, 0.0).sum(dim=1) / temperature * normalizer,
-            entropy_scale=-grad_entropy / temperature * normalizer if with_entropy else None,
-            entropy_shift=lse - entropy if with_entropy else None,
+            s.saved,
+            scale=-torch.where(ids >= 0, grad_log_probs, 0.0).sum(dim=1) * factor,
+            entropy_scale=-grad_entropy * factor if with_entropy else None,
+            entropy_shift=top + log_sum - entropy if with_entropy else None,
         )
         gradients.append(gradient)
     return log_probs, entropy, torch.cat(gradients, dim=1)
@@ -254,8 +251,8 @@ def test_masked_logits(kernels, device, ranks, temperature, forbidden):
 def test_a_rank_without_mass(kernels, device):
     logits = random_logits().to(device)
     logits[0] = -INF
-    columns, owned = VocabularyShard(0, VOCAB, VOCAB, None).local(IDS.to(device))
-    statistics = kernels.row_statistics(logits, columns, owned, width=VOCAB, temperature=0.7, with_entropy=True)
+    shard = VocabularyShard(0, VOCAB, VOCAB, None)
+    statistics = kernels.TritonKernel(shard, 0.7).statistics(logits, *shard.local(IDS.to(device)), with_entropy=True)
     assert statistics.largest[0] == -INF and statistics.log_sum[0] == 0 and statistics.mean[0] == 0
     assert (statistics.selected[0] == -INF).all()
     close(statistics.largest[1:], logits[1:, :VOCAB].cpu().amax(dim=1) / 0.7)
@@ -297,14 +294,15 @@ def test_a_rank_of_padding(kernels, device, columns):
     """No true column: without columns at all, or with padding only."""
     logits = torch.full((6, columns), torch.nan, device=device)
     nowhere = torch.zeros_like(IDS, device=device)
-    statistics = kernels.row_statistics(logits, nowhere, nowhere > 0, width=0, temperature=1.0, with_entropy=True)
+    kernel = kernels.TritonKernel(VocabularyShard(VOCAB, 0, VOCAB, "two ranks"), 1.0)
+    statistics = kernel.statistics(logits, nowhere, nowhere > 0, with_entropy=True)
     assert (statistics.largest == -INF).all()
     for zero in (statistics.log_sum, statistics.selected, statistics.mean):
         assert (zero == 0).all()
     one = torch.ones(6, device=device)
-    kernels.write_gradient(
-        logits, logits, nowhere, nowhere > 0, torch.zeros(6, 5, device=device), statistics.selected,
-        width=0, temperature=1.0, lse=one, scale=one, entropy_scale=one, entropy_shift=one,
+    kernel.write_gradient(
+        logits, logits, nowhere, nowhere > 0, torch.zeros(6, 5, device=device), statistics.saved,
+        scale=one, entropy_scale=one, entropy_shift=one,
     )  # fmt: skip
     assert (logits == 0).all()
 
@@ -326,10 +324,10 @@ def test_precision_at_a_large_vocabulary(kernels, device, dtype, scale, monkeypa
     close(actual[2], expected[2], rtol=torch.finfo(dtype).eps)
 
 
-def test_large_logits_lose_nothing_with_the_maximum_as_the_shift(kernels, device):
+def test_large_logits_lose_nothing(kernels, device):
     """``top + log_sum`` would be rounded at the logits' scale, a thousandth here."""
     logits = random_logits() + 16384
-    log_probs, _, gradient = scored(kernels, logits.to(device), IDS.to(device), with_entropy=False, shift_by_top=True)
+    log_probs, _, gradient = scored(kernels, logits.to(device), IDS.to(device), with_entropy=False)
     expected = dense(logits, IDS, with_entropy=False)
     close(log_probs, expected[0])
     close(gradient, expected[2])
@@ -338,16 +336,11 @@ def test_large_logits_lose_nothing_with_the_maximum_as_the_shift(kernels, device
 # --- Where the kernels are there
 
 
-def test_available_in_the_interpreter_for_the_dtypes_of_training(kernels, device):
+def test_available_for_the_dtypes_of_training(kernels, device):
     available = [
         d for d in (*DTYPES, torch.float64, torch.float8_e4m3fn) if kernels.is_available(torch.zeros(1, 1).to(device, d))
     ]
     assert available == DTYPES
-
-
-def test_not_on_a_cpu_without_the_interpreter(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert not private_copy(monkeypatch).is_available(torch.zeros(1, 1))
 
 
 def test_without_triton(monkeypatch):

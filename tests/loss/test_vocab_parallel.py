@@ -1,16 +1,11 @@
 """Two ranks that hold half the vocabulary each score and differentiate as one rank that holds it all."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from miles_sc import ScoreCenteringInputs, score_centering_loss, selected_log_probs, support_log_probs
-
-if os.environ.get("TRITON_INTERPRET") == "1":  # tests/loss/test_triton_scoring.py runs this file on the interpreted kernels
-    import triton  # noqa: F401
 
 ROWS, WIDTH, RANKS = 7, 10, 2
 SHARD = WIDTH // RANKS

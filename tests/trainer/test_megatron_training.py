@@ -53,6 +53,6 @@ def test_a_damaged_checkpoint_is_named(pair, run, tmp_path):
         run(pair, *CENTERED, *TENSOR, "--num-rollout", "3", "--load", str(tmp_path / "first/checkpoints"), name="second")
 
 
-def test_a_run_that_diverges_changes_no_parameter(pair, run):
+def test_a_run_that_diverges_says_so(pair, run):
     with pytest.raises(ValueError, match="not finite|diverged|gradient norm"):
         run(pair, *CENTERED, *TENSOR, "--lr", "1e30", "--num-rollout", "3")
