@@ -137,11 +137,14 @@ def test_a_refused_step_changes_no_parameter_and_the_next_one_does(ranks, name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_in_place_a_step_holds_one_tensor_of_the_logits_size(ranks, name):
     """The logits of each micro-batch, and nothing beside them: neither a copy on the way nor a gradient."""
+    counted = 0
     for rank in ranks:
         in_place, beside = (rank[name]["allocations", inplace] for inplace in (True, False))
         logits = sum("mm" in function or "linear" in function for function in in_place)
-        assert len(in_place) == logits > 0, in_place
+        assert len(in_place) == logits, in_place
         assert len(beside) == 2 * logits
+        counted += logits
+    assert counted >= 5  # a rank may hold too few rows to tell them from scoring's chunk
 
 
 def test_a_checkpoint_that_one_rank_cannot_write_is_refused_on_every_rank(ranks):
