@@ -49,12 +49,13 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from miles_sc.trainer.arguments import check_model_directories, finish_train_arguments
+    from miles_sc.trainer.arguments import finish_train_arguments
     from miles_sc.trainer.cluster import Actors, ray_session
     from miles_sc.trainer.compare import planned_runs
     from miles_sc.trainer.driver import Interrupted, stop_requests, train
     from miles_sc.trainer.layout import world_size
     from miles_sc.trainer.report import write_report
+    from miles_sc.trainer.validation import check_model_directories
 
     finish_train_arguments(args, parser)
     runs = planned_runs(args)

@@ -1,21 +1,19 @@
-"""Flags of ``miles-sc train``, under the names that Miles users know, and the rules they must satisfy together."""
+"""Flags of ``miles-sc train``, under the names that Miles users know, and what the trainer's parts are told of them."""
 
 import argparse
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from miles_sc.arguments import add_score_centering_arguments, validate_score_centering_arguments
+from miles_sc.arguments import add_score_centering_arguments
 from miles_sc.backends.settings import OptimizerSettings
-from miles_sc.config import LARGEST_FLOAT, LOSS_TYPE, ScoreCenteringConfig
+from miles_sc.config import LOSS_TYPE, ScoreCenteringConfig
 from miles_sc.loss.batch import LossSettings
 from miles_sc.loss.policy import TIS_MODES
 from miles_sc.loss.regularizers import KL_TYPES
-from miles_sc.rollout.engines.mismatch import parse_mismatch
-from miles_sc.trainer.layout import data_parallel_size, validate_layout, world_size
+from miles_sc.trainer.validation import validate_train_arguments
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -248,151 +246,6 @@ def _checked(action: argparse.Action, value: Any, where: str) -> Any:
     if action.choices is not None and value not in action.choices:
         raise ValueError(f"{where} = {value!r}: choose one of {', '.join(map(str, action.choices))}")
     return kind(value)
-
-
-_AT_LEAST = {
-    "num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 1, "rollout_max_response_len": 1, "held_out": 1,
-    "rollout_staleness": 0, "micro_batch_size": 1, "max_tokens_per_gpu": 1, "global_batch_size": 1, "num_steps_per_rollout": 1,
-    "actor_num_gpus_per_node": 1, "eval_interval": 0, "save_interval": 1, "compare_seeds": 1, "rollout_seed": 0,
-    "lr_warmup_iters": 0,
-}  # fmt: skip
-
-
-# Flags that would be ignored in silence.
-_WITHOUT_EFFECT = (
-    ("--kl-loss-coef", "--use-kl-loss", lambda args: args.kl_loss_coef != 0 and not args.use_kl_loss),
-    ("--use-unbiased-kl", "--use-kl-loss", lambda args: args.use_unbiased_kl and not args.use_kl_loss),
-    ("--ref-load", "--use-kl-loss", lambda args: args.ref_load is not None and not args.use_kl_loss),
-    (
-        "--max-tokens-per-gpu", "--use-dynamic-batch-size",
-        lambda args: args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size,
-    ),
-    ("--compare-seeds", "--compare", lambda args: args.compare_seeds != 1 and args.compare is None),
-    (
-        "--score-centering-is", f"--loss-type {LOSS_TYPE} or --score-centering-observe",
-        lambda args: args.score_centering_is != "none" and args.loss_type != LOSS_TYPE
-        and not (args.score_centering_observe or args.compare),
-    ),
-)  # fmt: skip
-
-_NOT_NEGATIVE = ("lr", "weight_decay", "adam_eps", "clip_grad", "tis_clip_low")
-_FINITE = ("adam_beta1", "adam_beta2", "entropy_coef", "kl_loss_coef", "eps_clip", "eps_clip_high", "tis_clip")
-
-
-def _validate_numbers(args: argparse.Namespace) -> None:
-    for name in (*_NOT_NEGATIVE, *_FINITE):
-        value = getattr(args, name)
-        if value is not None and not abs(value) < LARGEST_FLOAT:  # NaN too
-            raise ValueError(f"{_flag(name)} {value}: set a finite number")
-        if name in _NOT_NEGATIVE and value < 0:
-            raise ValueError(f"{_flag(name)} {value}: set a number of at least 0")
-    if args.adam_eps == 0:
-        raise ValueError("--adam-eps 0: a parameter without gradient would become 0/0; set a number above 0")
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= getattr(args, name) < 1:
-            raise ValueError(f"{_flag(name)} {getattr(args, name)}: set a number in [0, 1)")
-
-
-def validate_train_arguments(args: argparse.Namespace) -> None:
-    """The start-up contract of the built-in trainer, after every override."""
-    validate_score_centering_arguments(args)
-    ScoreCenteringConfig.from_args(args)  # our sampler's bounds hold for every loss
-    if args.rollout_seed >= 1 << 32:
-        raise ValueError(f"--rollout-seed {args.rollout_seed}: set a number below 2^32")
-    for name, least in _AT_LEAST.items():
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise ValueError(f"{_flag(name)} {value}: set at least {least}")
-    if args.loss_type not in ("policy_loss", LOSS_TYPE):
-        raise ValueError(f"--loss-type {args.loss_type}: choose policy_loss or {LOSS_TYPE}")
-    if args.advantage_estimator != "grpo":
-        raise ValueError(f"--advantage-estimator {args.advantage_estimator}: the built-in trainer has grpo only")
-    if (args.task is None) == (args.prompt_data is None):
-        raise ValueError("give exactly one of --task and --prompt-data: what should the model learn?")
-    parse_mismatch(args.rollout_mismatch)
-    validate_layout(args)
-    _validate_numbers(args)
-    _validate_losses(args)
-    for flag, companion, is_set in _WITHOUT_EFFECT:
-        if is_set(args):
-            raise ValueError(f"{flag} has no effect without {companion}: add that, or leave {flag} out")
-    samples = args.rollout_batch_size * args.n_samples_per_prompt
-    if args.num_steps_per_rollout is not None and args.global_batch_size is not None:
-        raise ValueError("give one of --global-batch-size and --num-steps-per-rollout: each follows from the other")
-    if args.num_steps_per_rollout is not None and samples % args.num_steps_per_rollout:
-        raise ValueError(
-            f"--num-steps-per-rollout {args.num_steps_per_rollout} does not divide the {samples} samples of a rollout "
-            f"(--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}): set another"
-        )
-    step = global_batch_size(args)
-    if samples % step:
-        raise ValueError(
-            f"{samples} samples per rollout (--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt "
-            f"{args.n_samples_per_prompt}) do not divide into optimizer steps of {step}: set --global-batch-size to a divisor"
-        )
-    if step % data_parallel_size(args):
-        raise ValueError(
-            f"--global-batch-size {step} does not divide over {data_parallel_size(args)} data-parallel ranks "
-            f"(--actor-num-gpus-per-node {world_size(args)} / tensor and context parallel size): set a multiple"
-        )
-    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
-        raise ValueError("--use-dynamic-batch-size without --max-tokens-per-gpu: set how many tokens one forward pass may hold")
-
-
-def _validate_losses(args: argparse.Namespace) -> None:
-    if args.rollout_top_k > 0 and args.rollout_top_logprobs_num == 0:
-        raise ValueError(
-            f"--rollout-top-k {args.rollout_top_k} with --rollout-top-logprobs-num 0: filtered sampling is trained over its "
-            f"recorded support; set --rollout-top-logprobs-num to at least {args.rollout_top_k}"
-        )
-    if args.n_samples_per_prompt == 1 and not args.disable_rewards_normalization:
-        raise ValueError(
-            "--n-samples-per-prompt 1: a group of one has no advantage over its own mean; sample at least 2, or set "
-            "--disable-rewards-normalization"
-        )
-    if not 0 <= args.tis_clip_low <= args.tis_clip or not args.tis_clip > 0:
-        raise ValueError(f"--tis-clip-low {args.tis_clip_low} --tis-clip {args.tis_clip}: set 0 <= low <= high and high above 0")
-    if not args.eps_clip > 0 or (args.eps_clip_high is not None and not args.eps_clip_high > 0):
-        raise ValueError(f"--eps-clip {args.eps_clip} --eps-clip-high {args.eps_clip_high}: set numbers above 0")
-    if args.log_probs_chunk_size != -1 and args.log_probs_chunk_size < 1:
-        raise ValueError(f"--log-probs-chunk-size {args.log_probs_chunk_size}: set a positive number of rows, or -1")
-    if args.use_tis and args.use_rollout_logprobs:
-        raise ValueError("--use-tis with --use-rollout-logprobs: p_old is then q and every weight 1; leave one of them out")
-
-
-def check_model_directories(args: argparse.Namespace) -> None:
-    """Refuses what a look at the models' ``config.json`` shows, before any process starts.
-
-    Raises:
-        ValueError: no model there, or more candidates than its vocabulary has.
-    """
-    for flag, path in (("--hf-checkpoint", args.hf_checkpoint), ("--ref-load", args.ref_load)):
-        if path is None:
-            continue
-        config = Path(path) / "config.json"
-        if not config.is_file():
-            raise ValueError(
-                f"{flag} {path}: no Hugging Face model there (config.json is missing); give a model directory, or make one with "
-                "`miles-sc make-model`"
-            )
-        try:
-            vocab_size = dict(json.loads(config.read_text())).get("vocab_size")
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{flag} {path}: config.json is damaged; give a complete model directory") from error
-        if isinstance(vocab_size, int):
-            ScoreCenteringConfig.from_args(args).check_vocabulary(vocab_size)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def global_batch_size(args: argparse.Namespace) -> int:
-    """Samples per optimizer step."""
-    samples = args.rollout_batch_size * args.n_samples_per_prompt
-    if args.num_steps_per_rollout is not None:
-        return max(samples // args.num_steps_per_rollout, 1)
-    return args.global_batch_size or samples
 
 
 def loss_settings(args: argparse.Namespace, *, vocab_size: int, tensor_group: ProcessGroup | None = None) -> LossSettings:

@@ -4,8 +4,8 @@ import argparse
 import re
 from pathlib import Path
 
-from miles_sc.trainer.arguments import validate_train_arguments
 from miles_sc.trainer.run_directory import RunDirectory
+from miles_sc.trainer.validation import validate_train_arguments
 
 _ARM = re.compile(r"(?P<loss>policy_loss|tis|mis|score_centering(\+(?P<weight>tis|mis))?)(@(?P<k>\d+))?")
 ARM_FORMS = "policy_loss, tis, mis, score_centering, score_centering+tis, score_centering+mis, each with @K to set the candidates"

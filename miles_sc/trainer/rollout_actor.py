@@ -19,12 +19,12 @@ from miles_sc.rollout.engines.embedded import EmbeddedEngine
 from miles_sc.rollout.engines.mismatch import parse_mismatch
 from miles_sc.rollout.generate import generate_responses, greedy_responses
 from miles_sc.rollout.sample import Sample
-from miles_sc.trainer.arguments import global_batch_size
 from miles_sc.trainer.drift import DriftProbe
 from miles_sc.trainer.files import whole_directory
 from miles_sc.trainer.layout import context_layout, data_parallel_size
 from miles_sc.trainer.prompts import PromptCodec
 from miles_sc.trainer.tasks import Problem, task_from_args
+from miles_sc.trainer.validation import global_batch_size
 
 # kept apart from training's sampling seeds, which are sample numbers
 _PROBE_SEED = 1 << 40

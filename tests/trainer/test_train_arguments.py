@@ -9,15 +9,8 @@ import pytest
 
 from miles_sc import ScoreCenteringConfig
 from miles_sc.backends.settings import OptimizerSettings
-from miles_sc.trainer.arguments import (
-    add_train_arguments,
-    check_model_directories,
-    finish_train_arguments,
-    global_batch_size,
-    loss_settings,
-    optimizer_settings,
-    validate_train_arguments,
-)
+from miles_sc.trainer.arguments import add_train_arguments, finish_train_arguments, loss_settings, optimizer_settings
+from miles_sc.trainer.validation import check_model_directories, global_batch_size, validate_train_arguments
 
 NEEDED = ["--hf-checkpoint", "model", "--num-rollout", "2", "--rollout-batch-size", "4"]
 BASE = [*NEEDED, "--task", "chain_sum"]
