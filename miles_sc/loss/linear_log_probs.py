@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from miles_sc.loss.vocabulary import VocabularyShard, accumulation_dtype, check_scoring_inputs
+from miles_sc.loss.vocabulary import VocabularyShard, accumulation_dtype, check_matrix, check_scoring_inputs
 
 # (rows, columns) of a tile. On a CPU the tile and its block of weights stay in the cache, and the matmul runs at full speed;
 # an accelerator wants larger launches.
@@ -62,10 +62,8 @@ def linear_selected_log_probs(
 
 
 def _check_layer(hidden: Tensor, weight: Tensor) -> None:
-    for name, value, wanted in (("hidden", hidden, "[T, D]"), ("weight", weight, "[V, D]")):
-        if not isinstance(value, Tensor) or value.dim() != 2 or not value.is_floating_point():
-            found = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{name} {found}: give floating-point {wanted}")
+    check_matrix("hidden", hidden, "[T, D]")
+    check_matrix("weight", weight, "[V, D]")
     if hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} differ in D: give [T, D] and [V, D], the weight as "

@@ -113,11 +113,22 @@ def _columns_of_all_ranks(columns: int, group: dist.ProcessGroup, vocab_size: in
     return known[vocab_size]
 
 
+def check_matrix(name: str, value: Tensor, wanted: str) -> None:
+    """Refuses what is no local floating-point matrix.
+
+    Raises:
+        ValueError: with the value and what to give.
+    """
+    if hasattr(value, "to_local"):
+        raise ValueError(f"{name} is a DTensor: give {name}.to_local(), and the group that it is sharded over as group=")
+    if not isinstance(value, Tensor) or value.dim() != 2 or not value.is_floating_point():
+        found = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{name} {found}: give floating-point {wanted}")
+
+
 def logits_shard(logits: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> VocabularyShard:
     """The shard of ``logits [T, V/TP]``, see :meth:`VocabularyShard.of`."""
-    if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
-        shape = (tuple(logits.shape), logits.dtype) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"logits {shape}: give floating-point [T, V]")
+    check_matrix("logits", logits, "[T, V]")
     return VocabularyShard.of(logits.shape[1], group=group, vocab_size=vocab_size)
 
 

@@ -614,3 +614,14 @@ def test_masks_must_be_bool(name, dtype):
 def test_inputs_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         estimator_inputs(padded()).advantages = None
+
+
+@pytest.mark.parametrize("name", ["train_log_probs", "train_head_log_probs", "rollout_log_probs", "head_mask", "advantages"])
+@pytest.mark.parametrize("value", [None, [0.0, 0.0]])
+def test_what_is_no_tensor_is_refused_by_name(name, value):
+    fields = {
+        "train_log_probs": torch.zeros(2), "train_head_log_probs": torch.zeros(2, 3), "rollout_log_probs": torch.zeros(2),
+        "rollout_head_log_probs": torch.zeros(2, 3), "head_mask": torch.ones(2, 3, dtype=torch.bool), "advantages": torch.zeros(2),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=f"{name} is a (NoneType|list): give a tensor"):
+        ScoreCenteringInputs(**(fields | {name: value}))

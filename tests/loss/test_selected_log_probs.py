@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from miles_sc import selected_log_probs
+from miles_sc import linear_selected_log_probs, selected_log_probs, support_log_probs
 from tests.loss.oracle import dense_entropy, dense_log_probs
 
 VOCAB, WIDTH = 11, 14  # three padded columns, as a vocabulary rounded up for sharding has
@@ -337,3 +337,23 @@ def test_ids_must_be_integers(ids):
     """1.7 would be cut to 1, a mask would read as the ids 0 and 1."""
     with pytest.raises(ValueError, match="token_ids"):
         selected_log_probs(random_logits(), ids)
+
+
+@pytest.mark.parametrize("call", ["selected", "support", "linear"])
+def test_a_sharded_dtensor_is_refused_with_what_to_give(call, tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(torch.zeros(2, 4), init_device_mesh("cpu", (1,)), [Shard(1)])
+        calls = {
+            "selected": lambda: selected_log_probs(sharded, torch.zeros(2, 2, dtype=torch.long)),
+            "support": lambda: support_log_probs(sharded, torch.zeros(2, 2, dtype=torch.long)),
+            "linear": lambda: linear_selected_log_probs(torch.zeros(3, 4), sharded, torch.zeros(3, 2, dtype=torch.long)),
+        }
+        with pytest.raises(ValueError, match=r"is a DTensor: give .*\.to_local\(\), and the group"):
+            calls[call]()
+    finally:
+        dist.destroy_process_group()

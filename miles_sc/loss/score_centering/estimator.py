@@ -55,6 +55,9 @@ class ScoreCenteringInputs:
     complete_head: bool = False
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "complete_head" and not isinstance(value, Tensor) and not (name == "active" and value is None):
+                raise ValueError(f"{name} is a {type(value).__name__}: give a tensor")
         rows = self.train_log_probs.shape
         if len(rows) != 1:
             raise ValueError(f"train_log_probs has shape {tuple(rows)}: give one row per token, [T]")
