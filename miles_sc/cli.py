@@ -50,6 +50,7 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
 
 def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from miles_sc.trainer.arguments import finish_train_arguments
+    from miles_sc.trainer.checkpoint import checkpoint_to_continue
     from miles_sc.trainer.cluster import Actors, ray_session
     from miles_sc.trainer.compare import planned_runs
     from miles_sc.trainer.driver import Interrupted, stop_requests, train
@@ -61,6 +62,7 @@ def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     runs = planned_runs(args)
     for own, directory, _ in runs:
         check_model_directories(own)
+        checkpoint_to_continue(own)
         directory.claim()
     print("starting Ray and the model's processes (some 10 seconds; a minute on a busy machine)", flush=True)
     with stop_requests() as stop, ray_session(), Actors(world_size(args), overlapping=args.train_async) as actors:

@@ -26,6 +26,7 @@ from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.data.micro_batch import MicroBatch
 from miles_sc.loss.batch import LossSettings
 from miles_sc.loss.hub import LossFunction
+from miles_sc.parallel.context import ONE_RANK, ContextLayout
 from miles_sc.parallel.groups import ParallelGroups, size_of
 
 
@@ -36,6 +37,7 @@ class FsdpBackend:
         self,
         model_path: str,
         *,
+        layout: ContextLayout = ONE_RANK,
         optimizer: OptimizerSettings | None,
         bf16: bool = False,
         gradient_checkpointing: bool = False,
@@ -43,17 +45,26 @@ class FsdpBackend:
     ) -> None:
         """Args:
         model_path: a Hugging Face directory.
+        layout: ``thd`` packs samples into one row, which not every architecture keeps apart.
         optimizer: None for a model that only scores, a reference.
         bf16: compute in bfloat16; parameters, their gradients' reduction and the optimizer stay float32.
         gradient_checkpointing: recompute activations in backward.
         recompute_loss: rerun the loss in backward instead of keeping what it saved.
+
+        Raises:
+            ValueError: a layout that this backend or this model cannot serve.
         """
+        if layout.size != 1:
+            raise ValueError(f"a context-parallel size of {layout.size}: FSDP is data-parallel; set 1, or use Megatron")
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self.groups = ParallelGroups(data=dist.group.WORLD, data_context=dist.group.WORLD)
         self.settings = optimizer
         self.steps = 0
         self.recompute_loss = recompute_loss
-        self.model = _sharded_model(model_path, self.device, bf16=bf16, gradient_checkpointing=gradient_checkpointing)
+        model = load_causal_lm(model_path).to(self.device)
+        if layout.packed:
+            _refuse_mixed_samples(model)
+        self.model = _sharded(model, bf16=bf16, gradient_checkpointing=gradient_checkpointing)
         self._response_rows = ResponseRows(self.model.get_output_embeddings())
         self.optimizer = None if optimizer is None else _build_optimizer(self.model, optimizer)
 
@@ -137,12 +148,34 @@ class FsdpBackend:
         }
 
 
-def _sharded_model(path: str, device: torch.device, *, bf16: bool, gradient_checkpointing: bool) -> PreTrainedModel:
-    model = load_causal_lm(path).to(device)
+@torch.no_grad()
+def _refuse_mixed_samples(model: PreTrainedModel) -> None:
+    """Asks the model itself: two samples in one row must score as each does alone.
+
+    Attention tells them apart by their positions; recurrent and convolution layers, and some position embeddings, do not.
+    """
+    model.eval()
+    lengths, limit = (7, 6), min(model.config.vocab_size, 1000)
+    ids = torch.arange(sum(lengths), device=model.device)[None] * 37 % limit
+    positions = torch.cat([torch.arange(n, device=model.device) for n in lengths])[None]
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits.log_softmax(-1)
+    alone = [
+        model(input_ids=part, position_ids=where, use_cache=False).logits.log_softmax(-1)
+        for part, where in zip(ids.split(lengths, dim=1), positions.split(lengths, dim=1), strict=True)
+    ]
+    difference = float((packed - torch.cat(alone, dim=1)).abs().max())
+    if not difference < 1e-3:
+        raise ValueError(
+            f"--qkv-format thd: {type(model).__name__} lets samples packed into one row see each other (log-probs differ by "
+            f"{difference:.2g}); set --qkv-format bshd"
+        )
+
+
+def _sharded(model: PreTrainedModel, *, bf16: bool, gradient_checkpointing: bool) -> PreTrainedModel:
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
     layers = set(model._no_split_modules or ())
     for module in list(model.modules()):
         if type(module).__name__ in layers:

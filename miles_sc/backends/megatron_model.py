@@ -8,10 +8,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
 from miles_sc.backends.megatron_attention import GatheredAttention, RotaryAtPositions
+from miles_sc.backends.megatron_support import check_supported
 from miles_sc.parallel.context import ContextLayout
 
 VOCABULARY_MULTIPLE = 128  # Megatron pads each rank's share of the vocabulary to a multiple of this
-SUPPORTED = ("llama", "qwen2", "qwen3")
 
 
 def transformer_config(
@@ -22,7 +22,7 @@ def transformer_config(
     Raises:
         ValueError: an architecture, an activation or a rotary scaling that is not built here, or heads that do not divide.
     """
-    _check_supported(model, tensor_size)
+    check_supported(model, tensor_size)
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=model.num_hidden_layers,
@@ -108,28 +108,3 @@ def _has_transformer_engine() -> bool:
     except ImportError:
         return False
     return True
-
-
-def _check_supported(model: PretrainedConfig, tensor_size: int) -> None:
-    if model.model_type not in SUPPORTED:
-        raise ValueError(f"--train-backend megatron with a {model.model_type} model: it builds {', '.join(SUPPORTED)}; use fsdp")
-    if model.hidden_act != "silu":
-        raise ValueError(
-            f"--train-backend megatron with hidden_act = {model.hidden_act}: it builds silu; use --train-backend fsdp"
-        )
-    rope_type = model.rope_parameters.get("rope_type", "default")
-    if rope_type != "default":
-        raise ValueError(
-            f"--train-backend megatron with rope_type = {rope_type}: it builds the default; use --train-backend fsdp"
-        )
-    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if getattr(model, name, False) and not (name == "attention_bias" and model.model_type == "qwen2"):
-            raise ValueError(f"--train-backend megatron with {name}: it is not built here; use --train-backend fsdp")
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        value = getattr(model, name)
-        # fewer key-value heads than ranks: several ranks then share one
-        shared = name == "num_key_value_heads" and tensor_size % value == 0
-        if value % tensor_size and not shared:
-            raise ValueError(
-                f"--tensor-model-parallel-size {tensor_size} does not fit the model's {name} = {value}: set a divisor of it"
-            )

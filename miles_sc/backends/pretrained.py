@@ -10,7 +10,7 @@ def load_causal_lm(path: str, *, dtype: torch.dtype = torch.float32) -> PreTrain
     for name in [name for name in config.to_dict() if name.endswith(("dropout", "pdrop"))]:
         setattr(config, name, 0.0)  # dropout would make two passes over one batch differ
     model, loading = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+        path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
     )
     if missing := sorted(map(str, (*loading["missing_keys"], *loading["mismatched_keys"]))):
         raise ValueError(f"{path}: its weights lack {missing[0]} (of {len(missing)}), which would be random: is it complete?")

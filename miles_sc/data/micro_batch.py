@@ -119,9 +119,18 @@ class _Columns:
     def of(self, key: str, dtype: torch.dtype) -> Tensor | None:
         if key not in self.data:
             return None
-        parts = [self.data[key][i][rows] for i, rows in zip(self.members, self.rows, strict=True)]
+        parts = [self._entry(key, i)[rows] for i, rows in zip(self.members, self.rows, strict=True)]
         joined = np.concatenate(parts) if parts else np.empty((0, *self.data[key][0].shape[1:]), np.float32)
         return torch.from_numpy(joined).to(self.device, dtype)
+
+    def _entry(self, key: str, i: int) -> np.ndarray:
+        entry, length = self.data[key][i], self.data["response_lengths"][i]
+        if len(entry) != length:
+            raise ValueError(
+                f"sample {self.data['sample_indices'][i]}: {key} has {len(entry)} rows and the response {length} tokens; "
+                "whoever filled it must give one row for each"
+            )
+        return entry
 
     def per_sample(self, key: str) -> Tensor:
         values = np.array([self.data[key][i] for i in self.members], np.float32)

@@ -47,6 +47,9 @@ def shard(
         ValueError: a batch size that does not divide.
     """
     samples = len(data["tokens"])
+    for name, value in (("world_size", world_size), ("--global-batch-size", global_batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} {value}: give at least 1")
     if samples % global_batch_size:
         raise ValueError(
             f"--global-batch-size {global_batch_size} does not divide the rollout's {samples} samples: set it to a divisor "

@@ -48,9 +48,17 @@ def selected_log_probs(
     """
     shard = logits_shard(logits, group, vocab_size)
     check_scoring_inputs(token_ids, len(logits), shard.vocab_size, temperature=temperature, chunk_size=chunk_size)
+    if inplace_backward and _overlaps(logits):
+        raise ValueError(f"logits with strides {logits.stride()} overlap: their gradient cannot be written over them; copy them")
     kernel = _kernel(logits, shard, float(temperature), chunk_size)
     log_probs, entropy = _SelectedLogProbs.apply(logits, token_ids.long(), kernel, inplace_backward, with_entropy)
     return (log_probs, entropy) if with_entropy else log_probs
+
+
+def _overlaps(matrix: Tensor) -> bool:
+    """Whether two elements may lie in one place."""
+    (inner, step), (_, stride) = sorted(zip(matrix.shape, matrix.stride(), strict=True), key=lambda dimension: dimension[1])
+    return matrix.numel() > 1 and min(matrix.shape) > 1 and stride < (inner - 1) * step + 1
 
 
 def _kernel(logits: Tensor, shard: VocabularyShard, temperature: float, chunk_size: int) -> ScoringKernel:
@@ -98,6 +106,8 @@ class _SelectedLogProbs(torch.autograd.Function):
         kernel, inplace_backward, with_entropy = ctx.settings
         logits, token_ids, to_p, *saved = ctx.saved_tensors
         entropy_shift = saved.pop(0) if with_entropy else None
+        if not with_entropy:  # a compiled graph hands in zeros where eager autograd hands in nothing
+            grad_entropy = None
         if grad_log_probs is None:
             grad_log_probs = to_p.new_zeros(token_ids.shape)
         columns, owned = kernel.shard.local(token_ids)

@@ -88,6 +88,9 @@ class TritonKernel:
                 )  # fmt: skip
         if out is not gradient:
             gradient.copy_(out)
+        elif gradient is logits:
+            # a kernel's store is invisible to autograd; whoever still reads the logits must be told
+            torch.autograd.graph.increment_version(logits)
 
 
 def _unit_columns(logits: Tensor) -> Tensor:

@@ -36,21 +36,30 @@ class VocabularyShard:
         of a group with a vocabulary asks every rank for its width, in one small collective.
 
         Args:
-            columns: of the local logits; the same at every call with this vocabulary.
+            columns: of the local logits; their true part is the same at every call with this vocabulary.
             group: tensor-parallel group.
             vocab_size: true vocabulary; None where nothing is padded.
 
         Raises:
-            ValueError: a vocabulary that does not fit the columns, on every rank alike; columns that have changed, on the rank
-                whose they are.
+            ValueError: a vocabulary that does not fit the columns or differs between ranks, on every rank alike; columns that
+                have changed, on the rank whose they are.
         """
+        if vocab_size is not None and (not isinstance(vocab_size, int) or isinstance(vocab_size, bool)):
+            raise ValueError(f"vocab_size = {vocab_size!r}: give a whole number")
         alone = group is None or dist.get_world_size(group) == 1
         widths = (columns,) if alone else _columns_of_all_ranks(columns, group, vocab_size)
-        vocab_size = sum(widths) if vocab_size is None else vocab_size
-        if not 0 < vocab_size <= sum(widths):
-            raise ValueError(f"vocab_size = {vocab_size}: must lie in 1..{sum(widths)}, the columns of all ranks together")
-        start = 0 if alone else sum(widths[: dist.get_rank(group)])
-        return VocabularyShard(start, min(max(vocab_size - start, 0), columns), vocab_size, None if alone else group)
+        rank = 0 if alone else dist.get_rank(group)
+        whole, start = sum(widths), sum(widths[:rank])
+        vocab_size = whole if vocab_size is None else vocab_size
+        if not 0 < vocab_size <= whole:
+            raise ValueError(f"vocab_size = {vocab_size}: must lie in 1..{whole}, the columns of all ranks together")
+        width, expected = (min(max(vocab_size - start, 0), found) for found in (columns, widths[rank]))
+        if width != expected:
+            raise ValueError(
+                f"{columns} columns on this rank, and {widths[rank]} at an earlier call with this vocabulary on the same group: "
+                "split it as before, or make another group"
+            )
+        return VocabularyShard(start, width, vocab_size, None if alone else group)
 
     def combine(self, largest: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
         """The largest logit ``[T]`` of the whole vocabulary and ``log(sum exp(z - largest))`` over it. One MAX, one SUM.
@@ -94,6 +103,9 @@ class VocabularyShard:
         return torch.where(owned, token_ids - self.start, 0), owned
 
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 # group -> vocabulary -> the ranks' columns
 _splits: WeakKeyDictionary[dist.ProcessGroup, dict[int | None, tuple[int, ...]]] = WeakKeyDictionary()
 
@@ -101,15 +113,11 @@ _splits: WeakKeyDictionary[dist.ProcessGroup, dict[int | None, tuple[int, ...]]]
 def _columns_of_all_ranks(columns: int, group: dist.ProcessGroup, vocab_size: int | None) -> tuple[int, ...]:
     known = _splits.setdefault(group, {})
     if vocab_size not in known:
-        widths: list[int] = [0] * dist.get_world_size(group)
-        dist.all_gather_object(widths, columns, group=group)
-        known[vocab_size] = tuple(widths)
-    expected = known[vocab_size][dist.get_rank(group)]
-    if columns != expected:
-        raise ValueError(
-            f"{columns} columns on this rank, and {expected} at an earlier call with vocab_size = {vocab_size} on the same "
-            "group: give each vocabulary its true vocab_size"
-        )
+        found: list[tuple[int, int | None]] = [(0, None)] * dist.get_world_size(group)
+        dist.all_gather_object(found, (columns, vocab_size), group=group)
+        if len({vocabulary for _, vocabulary in found}) > 1:
+            raise ValueError(f"vocab_size = {[v for _, v in found]} on the ranks of the group: give the same to all of them")
+        known[vocab_size] = tuple(width for width, _ in found)
     return known[vocab_size]
 
 
@@ -121,7 +129,7 @@ def check_matrix(name: str, value: Tensor, wanted: str) -> None:
     """
     if hasattr(value, "to_local"):
         raise ValueError(f"{name} is a DTensor: give {name}.to_local(), and the group that it is sharded over as group=")
-    if not isinstance(value, Tensor) or value.dim() != 2 or not value.is_floating_point():
+    if not isinstance(value, Tensor) or value.dim() != 2 or value.dtype not in _FLOATS:
         found = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{name} {found}: give floating-point {wanted}")
 
@@ -142,12 +150,12 @@ def check_scoring_inputs(token_ids: Tensor, rows: int, vocab_size: int, *, tempe
         raise ValueError(f"token_ids is a {type(token_ids).__name__}: give an integer tensor [T, 1+K]")
     if token_ids.dim() != 2 or token_ids.shape[0] != rows:
         raise ValueError(f"token_ids {tuple(token_ids.shape)} for {rows} rows: give [T, 1+K] with the same T")
-    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
-        raise ValueError(f"token_ids has dtype {token_ids.dtype}: give integers")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature = {temperature}: a trained distribution needs a finite temperature above 0")
-    if chunk_size != -1 and chunk_size < 1:
-        raise ValueError(f"chunk_size = {chunk_size}: give a positive number of rows, or -1 to let the device decide")
+    if token_ids.dtype not in _INTEGERS:
+        raise ValueError(f"token_ids has dtype {token_ids.dtype}: give int64 or int32")
+    if not isinstance(temperature, int | float) or not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature = {temperature!r}: a trained distribution needs a finite number above 0")
+    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or (chunk_size != -1 and chunk_size < 1):
+        raise ValueError(f"chunk_size = {chunk_size!r}: give a positive number of rows, or -1 to let the device decide")
     if token_ids.device.type == "cpu" and token_ids.numel():
         lowest, highest = int(token_ids.min()), int(token_ids.max())
         if lowest < -1 or highest >= vocab_size:

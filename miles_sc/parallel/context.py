@@ -134,9 +134,11 @@ def context_map(
         rank: in the context-parallel group.
 
     Raises:
-        ValueError: lengths that do not match, or a response without a prompt token before it.
+        ValueError: lengths that do not match, a response without a prompt token before it, a rank outside the group.
     """
-    total, response = np.asarray(total_lengths, np.int64), np.asarray(response_lengths, np.int64)
+    if not 0 <= rank < layout.size:
+        raise ValueError(f"rank {rank} in a context-parallel group of {layout.size}: give the rank in that group, from 0")
+    total, response = _whole_numbers("total_lengths", total_lengths), _whole_numbers("response_lengths", response_lengths)
     _check_lengths(total, response)
     if layout.packed:
         samples, positions = _packed_slots(total, layout, rank)
@@ -182,6 +184,13 @@ def attention_mask(maps: Sequence[ContextMap], rank: int) -> np.ndarray:
 def _starts(lengths: np.ndarray) -> np.ndarray:
     """Where each part begins in their concatenation."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+
+
+def _whole_numbers(name: str, values: Sequence[int]) -> np.ndarray:
+    found = np.asarray(values)
+    if found.size and not np.issubdtype(found.dtype, np.integer):
+        raise ValueError(f"{name} are {found.dtype}: give whole numbers of tokens")
+    return found.astype(np.int64)
 
 
 def _check_lengths(total: np.ndarray, response: np.ndarray) -> None:

@@ -1,11 +1,13 @@
 """Checkpoints of a run: complete or not there at all, and enough to continue to the bit."""
 
+import argparse
 import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -13,6 +15,12 @@ from safetensors.numpy import load_file, save_file
 from miles_sc.trainer.files import whole_directory, write_whole
 
 _NAME = re.compile(r"step_(\d+)")
+
+# What a continued run may change without becoming another run; everything else must be as it was.
+_MAY_CHANGE = {
+    "command", "num_rollout", "eval_interval", "save_interval", "output_dir", "save", "load", "save_hf", "overwrite",
+    "use_tensorboard", "custom_config_path", "compare", "compare_seeds", "ci_test",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,8 +83,34 @@ def newest_checkpoint(root: Path, *, settings: Mapping[str, object]) -> Checkpoi
     changed = [name for name, value in settings.items() if earlier.get(name) != value]
     if changed:
         name = changed[0]
+        flag, was, now = "--" + name.replace("_", "-"), saved["settings"].get(name), settings[name]
         raise ValueError(
-            f"--load {newest}: it was written with {name} = {saved['settings'].get(name)!r} and this run has {settings[name]!r}; "
-            "continue with the same value, or start a new run"
+            f"--load {newest}: it was written with {flag} = {was!r} and this run has {now!r}; continue with the same value, or "
+            "start a new run"
         )
     return Checkpoint(newest, next_rollout)
+
+
+def checkpoint_to_continue(args: argparse.Namespace) -> Checkpoint | None:
+    """What ``--load`` names, None without it. Reads one small file; to be asked before any process starts.
+
+    Raises:
+        ValueError: nothing there, written under other settings, or already at the end.
+    """
+    if not args.load:
+        return None
+    checkpoint = newest_checkpoint(Path(args.load), settings=run_settings(args))
+    if checkpoint.next_rollout >= args.num_rollout:
+        raise ValueError(
+            f"--load {args.load}: it already holds {checkpoint.next_rollout} rollouts and --num-rollout is {args.num_rollout}; "
+            "raise it"
+        )
+    return checkpoint
+
+
+def run_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What a continued run must repeat to be the same run."""
+    settings = {name: value for name, value in vars(args).items() if name not in _MAY_CHANGE}
+    for name in ("hf_checkpoint", "ref_load", "prompt_data"):
+        settings[name] = settings[name] and str(Path(settings[name]).resolve())
+    return settings

@@ -13,16 +13,10 @@ from typing import Any
 
 import ray
 
-from miles_sc.trainer.checkpoint import new_checkpoint, newest_checkpoint, save_older_weights
+from miles_sc.trainer.checkpoint import checkpoint_to_continue, new_checkpoint, run_settings, save_older_weights
 from miles_sc.trainer.cluster import Actors
 from miles_sc.trainer.progress import Progress
 from miles_sc.trainer.run_directory import RunDirectory
-
-# What a continued run may change without becoming another run; everything else must be as it was.
-_MAY_CHANGE = {
-    "command", "num_rollout", "eval_interval", "save_interval", "output_dir", "save", "load", "save_hf", "overwrite",
-    "use_tensorboard", "custom_config_path", "compare", "compare_seeds", "ci_test",
-}  # fmt: skip
 
 
 class Interrupted(Exception):
@@ -36,19 +30,12 @@ def train(args: argparse.Namespace, directory: RunDirectory, actors: Actors, sto
         Interrupted: after Ctrl-C or SIGTERM; a checkpoint is there.
         ValueError, OSError: what went wrong, in one line.
     """
-    settings = {name: value for name, value in vars(args).items() if name not in _MAY_CHANGE}
-    for name in ("hf_checkpoint", "ref_load", "prompt_data"):
-        settings[name] = settings[name] and str(Path(settings[name]).resolve())
-    checkpoint = newest_checkpoint(Path(args.load), settings=settings) if args.load else None
+    checkpoint = checkpoint_to_continue(args)
     first = checkpoint.next_rollout if checkpoint else 0
-    if first >= args.num_rollout:
-        raise ValueError(
-            f"--load {args.load}: it already holds {first} rollouts and --num-rollout is {args.num_rollout}; raise it"
-        )
     actors.prepare(args)
     directory.start(first)
     with Progress(args.num_rollout, title=title) as progress:
-        run = _Run(args, actors, directory, progress, settings)
+        run = _Run(args, actors, directory, progress, run_settings(args))
         run.begin(checkpoint)
         run.loop(first, stop)
 

@@ -146,9 +146,9 @@ def _build_backend(args: argparse.Namespace, model_path: str, optimizer: Optimiz
         "gradient_checkpointing": args.gradient_checkpointing,
         "recompute_loss": args.recompute_loss_function,
     }
+    layout = context_layout(args)
     if args.train_backend == "fsdp":
-        return FsdpBackend(model_path, **common)
+        return FsdpBackend(model_path, layout=layout, **common)
     from miles_sc.backends.megatron import MegatronBackend  # an extra: FSDP does without it
 
-    layout = context_layout(args)
     return MegatronBackend(model_path, layout=layout, tensor_size=args.tensor_model_parallel_size, **common)

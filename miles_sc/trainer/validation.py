@@ -4,7 +4,10 @@ import argparse
 import json
 from pathlib import Path
 
+from transformers import AutoConfig
+
 from miles_sc.arguments import validate_score_centering_arguments
+from miles_sc.backends.megatron_support import check_supported
 from miles_sc.config import LARGEST_FLOAT, LOSS_TYPE, ScoreCenteringConfig
 from miles_sc.rollout.engines.mismatch import parse_mismatch
 from miles_sc.trainer.layout import data_parallel_size, validate_layout, world_size
@@ -123,8 +126,10 @@ def check_model_directories(args: argparse.Namespace) -> None:
     """Refuses what a look at the models' ``config.json`` shows, before any process starts.
 
     Raises:
-        ValueError: no model there, or more candidates than its vocabulary has.
+        ValueError: no model there, more candidates than its vocabulary has, a reference with another vocabulary, a model that
+            the backend does not build.
     """
+    vocabularies = {}
     for flag, path in (("--hf-checkpoint", args.hf_checkpoint), ("--ref-load", args.ref_load)):
         if path is None:
             continue
@@ -135,11 +140,18 @@ def check_model_directories(args: argparse.Namespace) -> None:
                 "`miles-sc make-model`"
             )
         try:
-            vocab_size = dict(json.loads(config.read_text())).get("vocab_size")
+            vocabularies[flag] = dict(json.loads(config.read_text())).get("vocab_size")
         except (ValueError, TypeError) as error:
             raise ValueError(f"{flag} {path}: config.json is damaged; give a complete model directory") from error
-        if isinstance(vocab_size, int):
-            ScoreCenteringConfig.from_args(args).check_vocabulary(vocab_size)
+        if isinstance(vocabularies[flag], int):
+            ScoreCenteringConfig.from_args(args).check_vocabulary(vocabularies[flag])
+        if args.train_backend == "megatron":
+            check_supported(AutoConfig.from_pretrained(path, local_files_only=True), args.tensor_model_parallel_size)
+    if len(set(vocabularies.values())) > 1:
+        raise ValueError(
+            f"--ref-load {args.ref_load} has a vocabulary of {vocabularies['--ref-load']} and the policy one of "
+            f"{vocabularies['--hf-checkpoint']}: their log-probs cannot be compared; give a reference with the same vocabulary"
+        )
 
 
 def _flag(name: str) -> str:

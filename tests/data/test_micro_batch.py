@@ -139,3 +139,13 @@ def test_tensors_are_writable_copies():
     build(data=data).loss.candidate_log_probs.zero_()
     assert data["rollout_topk_log_probs"][0].any()
     assert PROMPT == data["tokens"][0].tolist()[:3]
+
+
+@pytest.mark.parametrize("key", ["rollout_log_probs", "rollout_topk_log_probs", "loss_masks", "old_log_probs"])
+def test_a_column_of_another_length_is_refused(key):
+    """One short and the next one long would otherwise cancel into shifted rows."""
+    data = train_data("selected") | {"old_log_probs": [np.zeros(n, np.float32) for n in (2, 0, 4, 1)]}
+    data[key] = list(data[key])
+    data[key][0], data[key][2] = data[key][0][:-1], np.concatenate([data[key][2], data[key][2][:1]])
+    with pytest.raises(ValueError, match=f"sample 50: {key} has 1 rows and the response 2 tokens"):
+        build(data=data)

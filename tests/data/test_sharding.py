@@ -155,3 +155,9 @@ def test_row_weights(masks, per_token, expected):
 
 def test_many_tokens_do_not_overflow_the_masks_own_dtype():
     assert row_weights([np.ones(300, np.uint8)], per_token=True) == [1 / 300]
+
+
+@pytest.mark.parametrize(("sizes", "message"), [((0, 4), "world_size 0"), ((1, 0), "--global-batch-size 0")])
+def test_sizes_below_one_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=f"{message}: give at least 1"):
+        shard(train_data([3, 3, 3, 3]), world_size=sizes[0], global_batch_size=sizes[1], per_token=True)

@@ -97,7 +97,7 @@ def train(case: Case, paths: dict[str, str]) -> dict:
     )
     common = {"optimizer": optimizer, "bf16": case.bf16, "gradient_checkpointing": case.checkpointing}
     if case.backend == "fsdp":
-        backend = FsdpBackend(paths[case.model], **common)
+        backend = FsdpBackend(paths[case.model], layout=case.layout, **common)
     else:
         from miles_sc.backends.megatron import MegatronBackend
 

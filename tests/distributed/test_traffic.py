@@ -186,16 +186,16 @@ def work():
         "losses": {case: loss_of(*case, group) for case in LOSSES},
         "traffic": {case: traffic(*case, mesh) for case in TRAFFIC},
         "seen": seen.calls,
-        "another width": another_width(group),
+        "another width": refused(0, group, 10),
+        "another vocabulary": refused(3, dist.new_group(range(RANKS)), 9 + dist.get_rank() % 2),
     }
 
 
-def another_width(group):
-    """What is said of columns that the group does not know; before any collective, so that nobody waits."""
+def refused(columns, group, vocab_size):
+    """What is said of a split, on every rank and before any reduction, so that nobody waits."""
+    logits, ids = torch.zeros(1, columns, device=device()), torch.zeros(1, 2, dtype=torch.long, device=device())
     try:
-        selected_log_probs(
-            torch.zeros(1, 5, device=device()), torch.zeros(1, 2, dtype=torch.long, device=device()), group=group, vocab_size=10
-        )
+        selected_log_probs(logits, ids, group=group, vocab_size=vocab_size)
     except ValueError as error:
         return str(error)
 
@@ -245,10 +245,15 @@ def test_an_uneven_vocabulary_has_the_loss_of_a_whole_one(ranks, split, filtered
 
 
 def test_columns_that_change_are_refused(ranks):
-    told = [rank["another width"] for rank in ranks]
-    assert [text.split(":")[0] for text in told] == [
-        f"5 columns on this rank, and {width} at an earlier call with vocab_size = 10 on the same group" for width in (3, 3, 3, 1)
-    ]
+    told = [rank["another width"].split(":")[0] for rank in ranks]
+    known = (3, 3, 3, 1)
+    assert told == [f"0 columns on this rank, and {n} at an earlier call with this vocabulary on the same group" for n in known]
+
+
+def test_a_vocabulary_that_differs_between_ranks_is_refused_on_all(ranks):
+    assert {rank["another vocabulary"].split(":")[0] for rank in ranks} == {
+        "vocab_size = [9, 10, 9, 10] on the ranks of the group"
+    }
 
 
 # --- traffic

@@ -293,7 +293,7 @@ def test_a_wrong_layer_is_refused(hidden, weight, message):
     "ids, options, message",
     [
         (IDS[:5], {}, "for 6 rows"),
-        (IDS.float(), {}, "integers"),
+        (IDS.float(), {}, "give int64 or int32"),
         (IDS, {"vocab_size": 10}, r"-1\.\.9"),
         (IDS - 1, {}, "-2"),
         (IDS, {"vocab_size": 15}, r"vocab_size = 15: must lie in 1\.\.14"),

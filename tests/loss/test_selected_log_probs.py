@@ -339,6 +339,61 @@ def test_ids_must_be_integers(ids):
         selected_log_probs(random_logits(), ids)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": IDS.to(torch.uint16)}, "token_ids has dtype torch.uint16"),
+        ({"logits": torch.zeros(6, WIDTH).to(torch.float8_e4m3fn)}, "give floating-point"),
+        ({"chunk_size": 2.0}, "chunk_size = 2.0"),
+        ({"chunk_size": True}, "chunk_size = True"),
+        ({"vocab_size": 10.5}, "vocab_size = 10.5: give a whole number"),
+        ({"vocab_size": True}, "vocab_size = True: give a whole number"),
+        ({"temperature": "1"}, "temperature = '1'"),
+        ({"temperature": torch.ones((), requires_grad=True)}, "temperature = tensor"),
+        ({"logits": torch.zeros(20).as_strided((6, WIDTH), (1, 1)), "inplace_backward": True}, "overlap"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_by_name(change, message):
+    given = {"logits": random_logits(), "token_ids": IDS} | change
+    with pytest.raises(ValueError, match=message):
+        selected_log_probs(given.pop("logits"), given.pop("token_ids"), **given)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "strided"])
+def test_in_place_serves_any_layout_that_does_not_overlap(layout):
+    base = random_logits(dtype=torch.float32)
+    logits = base.T.contiguous().T if layout == "transposed" else base.repeat_interleave(2, dim=1)[:, ::2]
+    gradients = []
+    for inplace in (False, True):
+        leaf = logits.clone(memory_format=torch.preserve_format).requires_grad_()
+        scores = selected_log_probs(leaf * 1, IDS, vocab_size=VOCAB, inplace_backward=inplace)
+        gradients.append(torch.autograd.grad(scores.sum(), leaf)[0])
+    assert torch.equal(*gradients)
+
+
+def test_in_place_is_loud_where_somebody_still_reads_the_logits():
+    logits = random_logits(dtype=torch.float32).requires_grad_() * 1
+    other = (logits**2).sum()
+    loss = selected_log_probs(logits, IDS, vocab_size=VOCAB, inplace_backward=True).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_compiled_graph_scores_the_same(with_entropy):
+    def step(logits):
+        found = selected_log_probs(logits * 1, IDS, vocab_size=VOCAB, with_entropy=with_entropy)
+        return found[0].sum() + found[1].sum() if with_entropy else found.sum()
+
+    gradients = []
+    for function in (step, torch.compile(step, backend="aot_eager")):
+        leaf = random_logits().requires_grad_()
+        function(leaf).backward()
+        gradients.append(leaf.grad)
+    close(*gradients)
+
+
 @pytest.mark.parametrize("call", ["selected", "support", "linear"])
 def test_a_sharded_dtensor_is_refused_with_what_to_give(call, tmp_path):
     import torch.distributed as dist

@@ -295,6 +295,19 @@ def test_a_micro_batch_of_nobody_has_a_shape_and_no_row(layout):
         assert batch.by_sample(torch.zeros(0)) == [] and batch.attention_mask().any(dim=2).all()
 
 
+@pytest.mark.parametrize("rank", [-1, 2, 5])
+@pytest.mark.parametrize("layout", [ContextLayout(f, g, 2) for f in ("thd", "bshd") for g in (False, True)])
+def test_a_rank_of_another_group_is_refused(layout, rank):
+    with pytest.raises(ValueError, match=f"rank {rank} in a context-parallel group of 2"):
+        context_map([5, 3], [2, 1], layout, rank=rank)
+
+
+@pytest.mark.parametrize("lengths", [([5.9, 3], [2, 1]), ([5, 3], [2.0, 1]), (["5", "3"], [2, 1])])
+def test_lengths_are_whole_numbers(lengths):
+    with pytest.raises(ValueError, match="give whole numbers of tokens"):
+        context_map(*lengths, ContextLayout())
+
+
 @pytest.mark.parametrize("layout", [ContextLayout(f, g, n) for f in ("thd", "bshd") for g in (False, True) for n in (1, 2, 3)])
 def test_no_samples_are_one_row_of_padding(layout):
     for rank in range(layout.size):

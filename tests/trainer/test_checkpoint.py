@@ -75,10 +75,10 @@ def test_settings_are_kept_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rollout_seed": 43}, "rollout_seed = 42 and this run has 43; continue with the same value, or start a new run"),
-        ({"loss_type": "policy_loss"}, "loss_type = 'score_centering' and this run has 'policy_loss'"),
-        ({"task": "chain_sum"}, "task = None and this run has 'chain_sum'"),
-        ({"new_setting": 1}, "new_setting = None and this run has 1"),
+        ({"rollout_seed": 43}, "--rollout-seed = 42 and this run has 43; continue with the same value, or start a new run"),
+        ({"loss_type": "policy_loss"}, "--loss-type = 'score_centering' and this run has 'policy_loss'"),
+        ({"task": "chain_sum"}, "--task = None and this run has 'chain_sum'"),
+        ({"new_setting": 1}, "--new-setting = None and this run has 1"),
     ],
 )
 def test_another_runs_checkpoint_is_refused_and_says_why(tmp_path, change, message):

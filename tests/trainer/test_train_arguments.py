@@ -431,3 +431,32 @@ def test_numbers_that_would_spoil_a_run_are_refused(flags):
     flag, value = flags.split()
     with pytest.raises(ValueError, match=f"{flag} .*: set a"):
         finish(*BASE, *flags.split())
+
+
+# --- what a look at the models shows
+
+
+def qwen3(path, **config):
+    path.mkdir()
+    return model_directory(path, **({"model_type": "qwen3", "vocab_size": 300, "num_attention_heads": 4} | config))
+
+
+def test_a_reference_with_another_vocabulary_is_refused(tmp_path):
+    policy, reference = qwen3(tmp_path / "policy"), qwen3(tmp_path / "reference", vocab_size=400)
+    args = finish(*BASE, "--hf-checkpoint", policy, "--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-load", reference)
+    with pytest.raises(ValueError, match="--ref-load .*reference has a vocabulary of 400 and the policy one of 300"):
+        check_model_directories(args)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "message"),
+    [
+        ({}, 3, "--tensor-model-parallel-size 3 does not fit the model's num_attention_heads = 4"),
+        ({"model_type": "mistral"}, 1, "a mistral model: it builds llama, qwen2, qwen3"),
+    ],
+)
+def test_what_megatron_does_not_build_is_refused_before_any_process_starts(tmp_path, config, size, message):
+    policy = qwen3(tmp_path / "policy", **config)
+    flags = ["--train-backend", "megatron", "--tensor-model-parallel-size", str(size)]
+    with pytest.raises(ValueError, match=message):
+        check_model_directories(finish(*BASE, "--hf-checkpoint", policy, *flags))

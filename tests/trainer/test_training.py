@@ -74,7 +74,7 @@ def test_resuming_an_asynchronous_run_on_two_ranks_in_bf16(pair, run, tmp_path):
 
 def test_resuming_under_other_settings_is_refused(alone, run, tmp_path):
     run(alone, *CENTERED, name="first")
-    with pytest.raises(ValueError, match="rollout_seed = 42 and this run has 7"):
+    with pytest.raises(ValueError, match="--rollout-seed = 42 and this run has 7"):
         run(alone, *CENTERED, "--rollout-seed", "7", "--num-rollout", "3", "--load", str(tmp_path / "first/checkpoints"))
     with pytest.raises(ValueError, match="already holds 2 rollouts"):
         run(alone, *CENTERED, "--load", str(tmp_path / "first/checkpoints"))
