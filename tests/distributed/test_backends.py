@@ -80,12 +80,15 @@ FOUR = [
     *(Case("megatron", tensor=2, layout=layout) for layout in layouts(2)),
     Case("megatron", tensor=2, layout=ContextLayout("thd", False, 2), per_token=False),
     Case("megatron", tensor=2),
+    Case("megatron", tensor=4),
+    Case("megatron", tensor=4, model="llama"),
     Case("megatron", layout=ContextLayout("bshd", False, 2)),
     Case("megatron", layout=ContextLayout("thd", True, 4)),
     Case("megatron", layout=ContextLayout("thd", False, 4), per_token=False, checkpointing=True),
     Case("fsdp", layout=ContextLayout("thd")),
 ]
-CASES = {1: ALONE, 2: PAIR, 4: FOUR}
+THREE = [Case("megatron", layout=ContextLayout("thd", False, 3)), Case("megatron", layout=ContextLayout("bshd", True, 3))]
+CASES = {1: ALONE, 2: PAIR, 3: THREE, 4: FOUR}
 REFERENCES = list({case.reference: None for cases in CASES.values() for case in cases})
 
 
