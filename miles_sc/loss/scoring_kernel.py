@@ -29,6 +29,24 @@ class RowStatistics:
     saved: tuple[Tensor, ...] = ()
 
 
+@dataclass(frozen=True)
+class RowGradient:
+    """What comes from upstream: ``dz = e (scale + entropy_scale (z - entropy_shift)) + scatter(selected)``.
+
+    ``e = exp(z - largest - log_unit)`` is the kernel's own, see :class:`RowStatistics`.
+
+    Attributes:
+        selected: ``[T, 1+K]``, 0 where the column is another rank's.
+        scale: ``[T]``.
+        entropy_scale, entropy_shift: ``[T]``, None where the entropy has no gradient.
+    """
+
+    selected: Tensor
+    scale: Tensor
+    entropy_scale: Tensor | None
+    entropy_shift: Tensor | None
+
+
 class ScoringKernel(Protocol):
     """Holds a shard of the vocabulary and a temperature, no tensors."""
 
@@ -43,23 +61,10 @@ class ScoringKernel(Protocol):
         """
 
     def write_gradient(
-        self,
-        gradient: Tensor,
-        logits: Tensor,
-        columns: Tensor,
-        owned: Tensor,
-        grad_selected: Tensor,
-        saved: tuple[Tensor, ...],
-        *,
-        scale: Tensor,
-        entropy_scale: Tensor | None,
-        entropy_shift: Tensor | None,
+        self, out: Tensor, logits: Tensor, columns: Tensor, owned: Tensor, upstream: RowGradient, saved: tuple[Tensor, ...]
     ) -> None:
-        """Fills ``gradient`` with ``e (scale + entropy_scale (z - entropy_shift)) + scatter(grad_selected)``, 0 in padding.
+        """Fills ``out [T, V/TP]`` with the gradient, 0 in padding; it may be ``logits`` itself.
 
         Args:
-            gradient: ``[T, V/TP]``; may be ``logits`` itself.
-            grad_selected: ``[T, 1+K]``, 0 where not owned.
-            saved: of :class:`RowStatistics`; ``e`` is the ``exp`` that its ``log_unit`` belongs to.
-            scale, entropy_scale, entropy_shift: ``[T]``.
+            saved: of :class:`RowStatistics`.
         """

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from miles_sc.loss.scoring_kernel import RowStatistics, ScoringKernel
+from miles_sc.loss.scoring_kernel import RowGradient, RowStatistics, ScoringKernel
 from miles_sc.loss.torch_scoring import TorchKernel
 from miles_sc.loss.vocabulary import VocabularyShard, check_scoring_inputs, chunk_rows, logits_shard
 
@@ -113,17 +113,13 @@ class _SelectedLogProbs(torch.autograd.Function):
         columns, owned = kernel.shard.local(token_ids)
         total = torch.where(token_ids >= 0, grad_log_probs, 0.0).sum(dim=1)
         gradient = logits if inplace_backward else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        kernel.write_gradient(
-            gradient,
-            logits,
-            columns,
-            owned,
-            torch.where(owned, grad_log_probs, 0.0) / kernel.temperature,
-            tuple(saved),
+        upstream = RowGradient(
+            selected=torch.where(owned, grad_log_probs, 0.0) / kernel.temperature,
             scale=-total * to_p / kernel.temperature,
             entropy_scale=None if grad_entropy is None else -grad_entropy * to_p / kernel.temperature,
             entropy_shift=None if grad_entropy is None else entropy_shift,
         )
+        kernel.write_gradient(gradient, logits, columns, owned, upstream, tuple(saved))
         return gradient, None, None, None, None
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles_sc.loss.scoring_kernel import RowStatistics
+from miles_sc.loss.scoring_kernel import RowGradient, RowStatistics
 from miles_sc.loss.vocabulary import VocabularyShard, accumulation_dtype
 
 
@@ -41,31 +41,22 @@ class TorchKernel:
         return RowStatistics(largest, log_unit + mass.log(), selected, mean / mass if with_entropy else None, log_unit)
 
     def write_gradient(
-        self,
-        gradient: Tensor,
-        logits: Tensor,
-        columns: Tensor,
-        owned: Tensor,
-        grad_selected: Tensor,
-        saved: tuple[Tensor, ...],
-        *,
-        scale: Tensor,
-        entropy_scale: Tensor | None,
-        entropy_shift: Tensor | None,
+        self, out: Tensor, logits: Tensor, columns: Tensor, owned: Tensor, upstream: RowGradient, saved: tuple[Tensor, ...]
     ) -> None:
         width = self.shard.width
-        gradient[:, width:] = 0
+        out[:, width:] = 0
         reader = _ChunkReader(logits, self)
         # where the gradient can hold it, p is computed in its final place
-        direct = gradient is not logits and gradient.dtype == scale.dtype and width == logits.shape[1]
+        direct = out is not logits and out.dtype == upstream.scale.dtype and width == logits.shape[1]
         for chunk, z in reader:
-            p = reader.softmax(z, out=gradient[chunk] if direct else None)
-            factor = scale[chunk, None]
-            if entropy_scale is not None:
-                factor = factor + entropy_scale[chunk, None] * (torch.where(p > 0, z, 0.0) - entropy_shift[chunk, None])
-            p.mul_(factor).scatter_add_(1, columns[chunk], grad_selected[chunk])
+            p = reader.softmax(z, out=out[chunk] if direct else None)
+            factor = upstream.scale[chunk, None]
+            if upstream.entropy_scale is not None:
+                distance = torch.where(p > 0, z, 0.0) - upstream.entropy_shift[chunk, None]
+                factor = factor + upstream.entropy_scale[chunk, None] * distance
+            p.mul_(factor).scatter_add_(1, columns[chunk], upstream.selected[chunk])
             if not direct:
-                gradient[chunk, :width] = p
+                out[chunk, :width] = p
 
 
 class _ChunkReader:

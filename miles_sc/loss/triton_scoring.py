@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles_sc.loss.scoring_kernel import RowStatistics
+from miles_sc.loss.scoring_kernel import RowGradient, RowStatistics
 from miles_sc.loss.vocabulary import VocabularyShard
 
 try:
@@ -62,33 +62,24 @@ class TritonKernel:
         return RowStatistics(largest, log_sum, selected, mean if with_entropy else None, torch.zeros_like(largest), saved)
 
     def write_gradient(
-        self,
-        gradient: Tensor,
-        logits: Tensor,
-        columns: Tensor,
-        owned: Tensor,
-        grad_selected: Tensor,
-        saved: tuple[Tensor, ...],
-        *,
-        scale: Tensor,
-        entropy_scale: Tensor | None,
-        entropy_shift: Tensor | None,
+        self, out: Tensor, logits: Tensor, columns: Tensor, owned: Tensor, upstream: RowGradient, saved: tuple[Tensor, ...]
     ) -> None:
         selected, origin = saved
-        logits, columns = _unit_columns(logits), _owned_columns(columns, owned)
-        out = gradient if gradient.stride(1) == 1 else torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        rows_of = (origin, upstream.scale, upstream.entropy_scale, upstream.entropy_shift)
+        unit, columns = _unit_columns(logits), _owned_columns(columns, owned)
+        target = out if out.stride(1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
         rows, slots = columns.shape
         if rows:
-            with torch.cuda.device_of(logits):
+            with torch.cuda.device_of(unit):
                 _gradient_kernel[rows,](
-                    out, out.stride(0), logits, logits.stride(0), self.shard.width, out.shape[1],
-                    columns, grad_selected.contiguous(), selected, slots, 1 / self.temperature,
-                    *(None if x is None else x.contiguous() for x in (origin, scale, entropy_scale, entropy_shift)),
-                    **_launch_options(out.shape[1], slots),
+                    target, target.stride(0), unit, unit.stride(0), self.shard.width, target.shape[1],
+                    columns, upstream.selected.contiguous(), selected, slots, 1 / self.temperature,
+                    *(None if x is None else x.contiguous() for x in rows_of),
+                    **_launch_options(target.shape[1], slots),
                 )  # fmt: skip
-        if out is not gradient:
-            gradient.copy_(out)
-        elif gradient is logits:
+        if target is not out:
+            out.copy_(target)
+        elif out is logits:
             # a kernel's store is invisible to autograd; whoever still reads the logits must be told
             torch.autograd.graph.increment_version(logits)
 

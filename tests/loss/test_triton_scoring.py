@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from miles_sc.loss import triton_scoring
+from miles_sc.loss.scoring_kernel import RowGradient
 from miles_sc.loss.vocabulary import VocabularyShard
 from tests.loss.oracle import dense_entropy, dense_log_probs
 
@@ -109,17 +110,13 @@ def scored(kernels, logits, ids, *, vocab_size=VOCAB, temperature=1.0, with_entr
         columns, owned = kernel.shard.local(ids)
         gradient = z if in_place else torch.full_like(z, torch.nan)
         factor = factor * (-log_sum).exp() / temperature
-        kernel.write_gradient(
-            gradient,
-            z,
-            columns,
-            owned,
-            torch.where(owned, grad_log_probs, 0.0) / temperature,
-            s.saved,
+        upstream = RowGradient(
+            selected=torch.where(owned, grad_log_probs, 0.0) / temperature,
             scale=-torch.where(ids >= 0, grad_log_probs, 0.0).sum(dim=1) * factor,
             entropy_scale=-grad_entropy * factor if with_entropy else None,
             entropy_shift=top + log_sum - entropy if with_entropy else None,
         )
+        kernel.write_gradient(gradient, z, columns, owned, upstream, s.saved)
         gradients.append(gradient)
     return log_probs, entropy, torch.cat(gradients, dim=1)
 
@@ -300,10 +297,8 @@ def test_a_rank_of_padding(kernels, device, columns):
     for zero in (statistics.log_sum, statistics.selected, statistics.mean):
         assert (zero == 0).all()
     one = torch.ones(6, device=device)
-    kernel.write_gradient(
-        logits, logits, nowhere, nowhere > 0, torch.zeros(6, 5, device=device), statistics.saved,
-        scale=one, entropy_scale=one, entropy_shift=one,
-    )  # fmt: skip
+    upstream = RowGradient(torch.zeros(6, 5, device=device), one, one, one)
+    kernel.write_gradient(logits, logits, nowhere, nowhere > 0, upstream, statistics.saved)
     assert (logits == 0).all()
 
 
