@@ -62,18 +62,19 @@ def compare(args: argparse.Namespace) -> None:
     step = shard(data, world_size=1, global_batch_size=len(samples), per_token=True, max_tokens=args.max_tokens)[0]
     columns = dict(step.data, old_log_probs=step.data["rollout_log_probs"])
     without = {name: column for name, column in columns.items() if not name.startswith("rollout_topk")}
-    settings = {k: LossSettings(score_centering=config) for k, config in configs.items()}
+    settings = {k: LossSettings(score_centering=config, inplace_backward=True) for k, config in configs.items()}
 
     def micro_batches(source):
         return (build_micro_batch(source, m, backend.device, pad_token_id=codec.pad_token_id) for m in step.steps[0])
+
+    def sampled(logits, batch):
+        return score(logits, batch, settings[0], with_head=False).sampled
 
     passes = len(step.steps[0])
     contenders = {
         "policy_loss": lambda: backend.train_step(micro_batches(without), passes, loss_function("policy_loss"), settings[0]),
         "policy_loss with its forward pass": lambda: (
-            backend.score(
-                micro_batches(without), lambda logits, batch: score(logits, batch, settings[0], with_head=False).sampled
-            ),
+            [backend.score(micro_batch, sampled) for micro_batch in micro_batches(without)],
             backend.train_step(micro_batches(without), passes, loss_function("policy_loss"), settings[0]),
         ),
         "score_centering": lambda: backend.train_step(
