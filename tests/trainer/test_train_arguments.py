@@ -2,15 +2,13 @@
 
 import argparse
 import dataclasses
-import importlib.util
-import json
 
 import pytest
 
 from miles_sc import ScoreCenteringConfig
 from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.trainer.arguments import add_train_arguments, finish_train_arguments, loss_settings, optimizer_settings
-from miles_sc.trainer.validation import check_model_directories, global_batch_size, validate_train_arguments
+from miles_sc.trainer.validation import global_batch_size, validate_train_arguments
 
 NEEDED = ["--hf-checkpoint", "model", "--num-rollout", "2", "--rollout-batch-size", "4"]
 BASE = [*NEEDED, "--task", "chain_sum"]
@@ -194,115 +192,6 @@ def test_samples_per_optimizer_step(flags, size):
     assert global_batch_size(finish(*BASE, *flags.split())) == size
 
 
-# --- YAML
-
-
-def with_yaml(tmp_path, text, *flags):
-    path = tmp_path / "overrides.yaml"
-    path.write_text(text)
-    return finish(*(flags or BASE), "--custom-config-path", path)
-
-
-def test_yaml_overrides_the_command_line(tmp_path):
-    text = """
-    loss_type: score_centering
-    rollout-top-logprobs-num: 16
-    --lr: 3.0e-4
-    rollout_temperature: 1
-    calculate_per_token_loss: true
-    use_tis: false
-    task_option: [min_terms=2, max_terms=3]
-    eval_interval: 3.0
-    save_interval: null
-    """
-    args = with_yaml(tmp_path, text, *BASE, "--lr", "1", "--use-tis", "--save-interval", "4")
-    assert (args.loss_type, args.rollout_top_logprobs_num, args.lr) == ("score_centering", 16, 3e-4)
-    assert (args.calculate_per_token_loss, args.use_tis) == (True, False)
-    assert args.task_option == ["min_terms=2", "max_terms=3"] and args.save_interval is None
-    assert isinstance(args.rollout_temperature, float) and isinstance(args.eval_interval, int) and args.eval_interval == 3
-
-
-def test_a_value_of_another_type_is_refused_for_every_flag(tmp_path):
-    for action in parser_of_train()._actions:
-        if action.dest in ("help", "custom_config_path"):
-            continue
-        with pytest.raises(ValueError, match=f"overrides.yaml: {action.dest} = .*: give"):
-            with_yaml(tmp_path, f"{action.dest}: {'7' if action.nargs == 0 else '[1]'}")
-
-
-BAD_YAML = [  # text, message
-    ("rollout_top_logprob_num: 3", "rollout_top_logprob_num is no flag; did you mean rollout_top_logprobs_num"),
-    ("frobnicate: 3", r"frobnicate is no flag$"),
-    ("help: true", "help is no flag"),
-    ("custom_config_path: other.yaml", "custom_config_path is no flag"),
-    ("num_rollout: 2.5", "num_rollout = 2.5: give a whole number"),
-    ("num_rollout: '3'", "num_rollout = '3': give a whole number"),
-    ("num_rollout: true", "num_rollout = True: give a whole number"),
-    ("num_rollout: .inf", "num_rollout = inf: give a whole number"),
-    ("num_rollout: .nan", "num_rollout = nan: give a whole number"),
-    ("num_rollout: [1]", r"num_rollout = \[1\]: give a whole number"),
-    ("num_rollout: null", "num_rollout is empty: the flag is required; give a value"),
-    ("hf_checkpoint:", "hf_checkpoint is empty: the flag is required"),
-    ("lr: 1e-6", "lr = '1e-6': give a number, with a dot before an exponent"),
-    ("lr: .nan", "lr = nan: give a number"),
-    ("use_kl_loss: 1", "use_kl_loss = 1: give true or false"),
-    ("use_kl_loss: 'yes'", "use_kl_loss = 'yes': give true or false"),
-    ("task: 3", "task = 3: give a text"),
-    ("task: {name: chain_sum}", "task = .*: give a text"),
-    ("task_option: min_terms=2", "task_option = 'min_terms=2': give a list of texts"),
-    ("task_option: [2]", r"task_option = \[2\]: give a list of texts"),
-    ("loss_type: sft_loss", "loss_type = 'sft_loss': choose one of policy_loss, score_centering"),
-    ("kl_loss_type: k4", "kl_loss_type = 'k4': choose one of k1, k2, k3, low_var_kl"),
-    ("- lr", "give a mapping of flags to values"),
-    ("", "give a mapping of flags to values"),
-    ("lr: [", "cannot be read as YAML: "),
-    ("lr: !!python/object/apply:os.getcwd []", "cannot be read as YAML: "),
-]
-
-
-@pytest.mark.parametrize(("text", "message"), BAD_YAML)
-def test_yaml_is_held_to_what_the_flags_ask(tmp_path, text, message):
-    with pytest.raises(ValueError, match="--custom-config-path .*overrides.yaml: " + message) as error:
-        with_yaml(tmp_path, text)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{loss_type: score_centering}", "--rollout-top-logprobs-num 0: set the number"),
-        ("{loss_type: score_centering, rollout_top_logprobs_num: 8, use_tis: true}", "--use-tis .* with --loss-type"),
-        ("{rollout_top_p: 0.5}", "--rollout-top-p 0.5 without --rollout-top-k"),
-        ("{rollout_temperature: 0}", "--rollout-temperature 0.0: set"),
-        ("{score_centering_tis_clip: .inf}", "--score-centering-tis-clip inf: set a finite number"),
-        ("{context_parallel_size: 2}", "--context-parallel-size 2"),
-        ("{global_batch_size: 7}", "optimizer steps of 7"),
-        ("{task: null}", "give exactly one of --task and --prompt-data"),
-        ("{rollout_mismatch: int3}", "--rollout-mismatch 'int3'"),
-        ("{micro_batch_size: 0}", "--micro-batch-size 0: set at least 1"),
-    ],
-)
-def test_no_illegal_combination_slips_past_through_yaml(tmp_path, text, message):
-    with pytest.raises(ValueError, match=message):
-        with_yaml(tmp_path, text)
-
-
-def test_megatron_without_megatron_core_says_what_to_install(monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "megatron" else found(name, *args))
-    with pytest.raises(ValueError, match="--train-backend megatron: megatron-core is not installed; pip install"):
-        finish(*BASE, "--train-backend", "megatron")
-
-
-@pytest.mark.parametrize("content", [None, b"\xff\xfe\x00lr"])
-def test_an_unreadable_yaml_file_is_named(tmp_path, content):
-    path = tmp_path / "none.yaml"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ValueError, match="--custom-config-path .*none.yaml: cannot be read as YAML: "):
-        finish(*BASE, "--custom-config-path", path)
-
-
 # --- what the rest of the trainer is told
 
 
@@ -342,34 +231,6 @@ def test_optimizer_settings_carry_every_flag():
     line += " --adam-beta2 0.4 --adam-eps 0.5 --clip-grad 0.6"
     assert optimizer_settings(parse(*BASE, *line.split())) == OptimizerSettings("sgd", 0.1, 7, 0.2, 0.3, 0.4, 0.5, 0.6)
     assert optimizer_settings(parse(*BASE)) == OptimizerSettings()
-
-
-# --- the model directory
-
-
-def model_directory(tmp_path, **config):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
-
-
-@pytest.mark.parametrize("flag", ["--hf-checkpoint", "--ref-load"])
-def test_a_missing_model_is_refused_before_anything_starts(tmp_path, flag):
-    model_directory(tmp_path, vocab_size=8)
-    args = parse(*CENTERED, "--hf-checkpoint", tmp_path, flag, tmp_path / "none")
-    with pytest.raises(ValueError, match=f"{flag} .*none: no Hugging Face model there .*; give a model directory"):
-        check_model_directories(args)
-
-
-@pytest.mark.parametrize(("vocab_size", "ok"), [(8, True), (7, False), (None, True)])
-def test_k_is_held_to_the_models_vocabulary(tmp_path, vocab_size, ok):
-    args = parse(*CENTERED, "--hf-checkpoint", model_directory(tmp_path, vocab_size=vocab_size))
-    if ok:
-        assert check_model_directories(args) is None
-    else:
-        with pytest.raises(
-            ValueError, match="--rollout-top-logprobs-num 8 exceeds the model's vocabulary of 7: set it to at most 7"
-        ):
-            check_model_directories(args)
 
 
 # --- help
@@ -431,32 +292,3 @@ def test_numbers_that_would_spoil_a_run_are_refused(flags):
     flag, value = flags.split()
     with pytest.raises(ValueError, match=f"{flag} .*: set a"):
         finish(*BASE, *flags.split())
-
-
-# --- what a look at the models shows
-
-
-def qwen3(path, **config):
-    path.mkdir()
-    return model_directory(path, **({"model_type": "qwen3", "vocab_size": 300, "num_attention_heads": 4} | config))
-
-
-def test_a_reference_with_another_vocabulary_is_refused(tmp_path):
-    policy, reference = qwen3(tmp_path / "policy"), qwen3(tmp_path / "reference", vocab_size=400)
-    args = finish(*BASE, "--hf-checkpoint", policy, "--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-load", reference)
-    with pytest.raises(ValueError, match="--ref-load .*reference has a vocabulary of 400 and the policy one of 300"):
-        check_model_directories(args)
-
-
-@pytest.mark.parametrize(
-    ("config", "size", "message"),
-    [
-        ({}, 3, "--tensor-model-parallel-size 3 does not fit the model's num_attention_heads = 4"),
-        ({"model_type": "mistral"}, 1, "a mistral model: it builds llama, qwen2, qwen3"),
-    ],
-)
-def test_what_megatron_does_not_build_is_refused_before_any_process_starts(tmp_path, config, size, message):
-    policy = qwen3(tmp_path / "policy", **config)
-    flags = ["--train-backend", "megatron", "--tensor-model-parallel-size", str(size)]
-    with pytest.raises(ValueError, match=message):
-        check_model_directories(finish(*BASE, "--hf-checkpoint", policy, *flags))
