@@ -6,9 +6,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from miles_sc.loss import linear_log_probs as module
 from miles_sc.loss.linear_log_probs import linear_selected_log_probs
+from miles_sc.parallel.context import ContextLayout, context_map
 from tests.distributed.launch import device, launch
 from tests.loss.test_linear_log_probs import DEPTH, IDS, ROWS, close, cotangents, dense, differentiated, layer
 
@@ -24,6 +26,7 @@ SPLITS = {
     (3, 3, 3, 1): {"torch.chunk": {}, "temperature": {"temperature": 0.7, "chunk_size": 3}},
     (3, 3, 3, 3): {"padded": {"vocab_size": 10}, "a rank of padding": {"vocab_size": 8}},
 }
+CONTEXT_LAYOUTS = [ContextLayout(f, allgather, 2) for f in ("thd", "bshd") for allgather in (False, True)]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 FROZEN = ["nothing", "hidden", "weight"]
 KEYS = [
@@ -75,6 +78,23 @@ def scored_by_ranks(weight, group):
     return scores, dense(hidden, weight, ids)
 
 
+def in_both_groups():
+    """Two tensor-parallel ranks with half of the columns each, times two context-parallel ranks with rows of their own."""
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("context", "tensor"))
+    results = {}
+    for layout in CONTEXT_LAYOUTS:
+        rows = torch.from_numpy(context_map([5, 3], [4, 2], layout, rank=mesh.get_local_rank("context")).response_rows)
+        hidden, weight = layer(width=10)
+        hidden = hidden[rows].to(device()).requires_grad_()
+        weight = weight.chunk(2)[mesh.get_local_rank("tensor")].to(device(), copy=True).requires_grad_()
+        ids = IDS.clamp(max=9)[rows].to(device())
+        with counted_reductions() as calls:
+            scores = linear_selected_log_probs(hidden, weight, ids, group=mesh.get_group("tensor"), vocab_size=10)
+            scores.backward(cotangents()[rows].to(scores))
+        results[layout] = (rows, scores.detach(), hidden.grad, weight.grad, len(calls))
+    return mesh.get_coordinate(), results
+
+
 def work():
     module.CPU_TILE = module.ACCELERATOR_TILE = (2, 2)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -88,7 +108,7 @@ def work():
     masked = scored_by_ranks(weight, dist.group.WORLD)
     weight[-1, 0] = torch.nan
     loud, _ = scored_by_ranks(weight, dist.group.WORLD)
-    return results, empty, masked, loud
+    return results, empty, masked, loud, in_both_groups() if world == 4 else None
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +155,28 @@ def test_a_rank_without_rows_takes_part_in_every_reduction(ranks, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_rank_without_mass_is_quiet(ranks, world):
-    for _, _, (scores, expected), _ in ranks[world]:
+    for _, _, (scores, expected), *_ in ranks[world]:
         close(scores, expected)
         assert (scores == -torch.inf).any() and not scores.isnan().any()
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_is_not_a_number_on_one_rank_is_loud_on_all(ranks, world):
-    for *_, scores in ranks[world]:
+    for _, _, _, scores, _ in ranks[world]:
         assert scores[IDS >= 0].isnan().all() and (scores[IDS < 0] == 0).all()
+
+
+@pytest.mark.parametrize("layout", CONTEXT_LAYOUTS, ids=str)
+def test_context_ranks_score_their_own_rows_and_their_weight_gradients_add_up(ranks, layout):
+    ids = IDS.clamp(max=9)
+    scores, hidden_gradient, weight_gradient = differentiated(partial(dense, token_ids=ids), *layer(width=10), cotangents())
+    seen, summed = [], torch.zeros_like(weight_gradient)
+    for *_, ((_, tensor_rank), results) in ranks[4]:
+        rows, found, of_hidden, of_weight, calls = results[layout]
+        close(found, scores[rows])
+        close(of_hidden, hidden_gradient[rows])
+        summed.chunk(2)[tensor_rank].add_(of_weight)
+        seen += rows.tolist()
+        assert calls == 4  # three forward, hidden's gradient backward, all over the tensor group
+    close(summed, weight_gradient)
+    assert sorted(seen) == sorted([*range(ROWS)] * 2)
