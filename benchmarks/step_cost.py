@@ -8,6 +8,7 @@ with that pass (its default) it costs more, and the ratio is shown too.
 """
 
 import argparse
+import asyncio
 import statistics
 import tempfile
 import time
@@ -28,7 +29,8 @@ from miles_sc.loss.hub import loss_function
 from miles_sc.loss.scoring import score
 from miles_sc.rollout.engines.embedded import EmbeddedEngine
 from miles_sc.rollout.engines.mismatch import parse_mismatch
-from miles_sc.rollout.generate import generate_responses
+from miles_sc.rollout.engines.in_process import InProcessEngine
+from miles_sc.rollout.generate import GenerationSettings, all_or_none, generate_response
 from miles_sc.rollout.sample import Sample
 from miles_sc.trainer.prompts import PromptCodec
 from miles_sc.trainer.tasks import load_task, parse_task_options
@@ -96,12 +98,14 @@ def rollout_function(args, codec: PromptCodec, vocab_size: int) -> Callable[[Sco
     task = load_task(
         task=args.task, prompt_data=None, rm_type=None, seed=0, held_out=8, task_options=parse_task_options(args.task_option)
     )
-    engine = EmbeddedEngine(
-        load_causal_lm(args.hf_checkpoint),
-        stop_token_ids=codec.stop_token_ids,
-        pad_token_id=codec.pad_token_id,
-        seed=0,
-        mismatch=parse_mismatch("int4"),
+    engine = InProcessEngine(
+        EmbeddedEngine(
+            load_causal_lm(args.hf_checkpoint),
+            stop_token_ids=codec.stop_token_ids,
+            pad_token_id=codec.pad_token_id,
+            seed=0,
+            mismatch=parse_mismatch("int4"),
+        )
     )
     prompts = [codec.encode(task.train(i).prompt) for i in range(args.prompts)]
 
@@ -111,9 +115,8 @@ def rollout_function(args, codec: PromptCodec, vocab_size: int) -> Callable[[Sco
             Sample(tokens=list(prompts[i // args.samples_per_prompt]), index=i, group_index=i // args.samples_per_prompt)
             for i in range(count)
         ]
-        generate_responses(
-            engine, samples, config, max_new_tokens=16, vocab_size=vocab_size, decode=codec.decode, sampling_seeds=range(count)
-        )
+        settings = GenerationSettings(config, 16, vocab_size, codec.decode)
+        asyncio.run(all_or_none(generate_response(engine, sample, settings, sampling_seed=sample.index) for sample in samples))
         for sample in samples:
             sample.reward = float(sample.index % 2)
         return samples

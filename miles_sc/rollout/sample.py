@@ -26,6 +26,8 @@ class Sample:
         reward: filled by the task's verifier.
         response: the decoded response.
         truncated: the response ended at its length limit.
+        aborted: the engine was made to stop; the response can be continued.
+        turns: how often the policy has ended its turn.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -41,6 +43,8 @@ class Sample:
     reward: float | None = None
     response: str = ""
     truncated: bool = False
+    aborted: bool = False
+    turns: int = 0
 
     @property
     def candidates(self) -> Candidates | None:
@@ -53,6 +57,12 @@ class Sample:
     def candidates(self, value: Candidates | None) -> None:
         self.rollout_topk_token_ids = None if value is None else value.token_ids
         self.rollout_topk_log_probs = None if value is None else value.log_probs
+
+    def newest_turn(self) -> list[int]:
+        """What the policy has generated since the last observation."""
+        mask = self.loss_mask or ()
+        length = next((back for back, generated in enumerate(reversed(mask)) if not generated), self.response_length)
+        return self.tokens[len(self.tokens) - length :]
 
     def append_observation(self, token_ids: Sequence[int]) -> None:
         """Appends tokens that nobody sampled (a tool's answer): untrained gap rows."""
@@ -108,7 +118,7 @@ class Sample:
         self.response_length = 0
         self.loss_mask = self.rollout_log_probs = self.candidates = self.rollout_sampling_mask = None
         self.weight_versions = None
-        self.reward, self.response, self.truncated = None, "", False
+        self.reward, self.response, self.truncated, self.aborted, self.turns = None, "", False, False, 0
 
     def check_rows(self) -> None:
         """Every per-token field has one entry per response token, or is absent.

@@ -20,6 +20,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Every flag of ``miles-sc train``, grouped as ``--help`` shows them."""
     _add_model_and_task(parser.add_argument_group("model and task"))
     _add_rollout(parser.add_argument_group("rollout"))
+    _add_engine(parser.add_argument_group("rollout engine"))
     _add_training(parser.add_argument_group("training"))
     _add_loss(parser.add_argument_group("loss"))
     add_score_centering_arguments(parser.add_argument_group("score centering"))
@@ -80,7 +81,16 @@ def _add_rollout(group: argparse._ArgumentGroup) -> None:
         "--rollout-top-k", type=int, default=-1, metavar="N", help="top-k of the sampler; -1 is unfiltered (default: %(default)s)"
     )
     add("--rollout-seed", type=int, default=42, metavar="N", help="seed of prompts and sampling (default: %(default)s)")
-    add("--rollout-engine", choices=("embedded",), default="embedded", help="what generates (default: %(default)s)")
+    add(
+        "--max-turns", type=int, default=1, metavar="N",
+        help="turns of the policy in a response: after one that earns less than 1 it is told --observation (default: %(default)s)",
+    )  # fmt: skip
+    add("--observation", metavar="TEXT", help="what a wrong answer is told before the next turn of --max-turns")
+    add(
+        "--over-sampling-batch-size", type=int, metavar="N",
+        help="prompts sampled at once; when --rollout-batch-size of them are complete the others are stopped",
+    )  # fmt: skip
+    add("--partial-rollout", action="store_true", help="continue stopped responses in the next rollout, with its weights")
     add(
         "--rollout-mismatch", default="none", metavar="KIND",
         help="make the sampler differ from the trainer: none, int8, int4 or noise:<sigma> (default: %(default)s)",
@@ -93,6 +103,41 @@ def _add_rollout(group: argparse._ArgumentGroup) -> None:
         help="sample with the weights of N updates ago (default: %(default)s)",
     )
     add("--train-async", action="store_true", help="generate the next rollout while this one trains (one update stale)")
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--rollout-engine", choices=("embedded", "sglang"), default="embedded",
+        help="what generates: a sampler in the trainer's own process, or SGLang servers (default: %(default)s)",
+    )  # fmt: skip
+    add("--rollout-num-engines", type=int, default=1, metavar="N", help="SGLang servers to launch (default: %(default)s)")
+    add(
+        "--rollout-external-engine-addrs", nargs="+", metavar="HOST:PORT",
+        help="running SGLang servers to connect to; none is launched then",
+    )  # fmt: skip
+    add("--sglang-python", metavar="FILE", help="interpreter of the environment that holds SGLang (default: this one)")
+    add("--sglang-server-args", default="", metavar="WORDS", help="more flags for each launched server, as one quoted text")
+    add(
+        "--sglang-router", default="none", metavar="none|launch|URL",
+        help="route generation through a router: launch sglang-router, or use a running one (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--update-weights-by", choices=("disk", "distributed", "tensor"), default="disk",
+        help="how SGLang gets new weights: files, a process group, or shared memory (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--sglang-server-concurrency", type=int, default=64, metavar="N",
+        help="calls under way at once, over all servers (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--rollout-request-timeout", type=float, default=600.0, metavar="S",
+        help="seconds for one answer before it is asked for again (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--rollout-start-timeout", type=float, default=600.0, metavar="S",
+        help="seconds for a launched server to become healthy (default: %(default)s)",
+    )  # fmt: skip
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
@@ -229,7 +274,7 @@ def _checked(action: argparse.Action, value: Any, where: str) -> Any:
         if not isinstance(value, bool):
             raise ValueError(f"{where} = {value!r}: give true or false")
         return value
-    if isinstance(action, argparse._AppendAction):
+    if isinstance(action, argparse._AppendAction) or action.nargs == "+":
         if not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
             raise ValueError(f"{where} = {value!r}: give a list of texts")
         return value

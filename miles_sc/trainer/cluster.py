@@ -3,7 +3,7 @@
 import argparse
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
@@ -47,6 +47,9 @@ class Actors:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        # an orderly end for what it launched; killed hard, its servers notice and end themselves
+        with suppress(ray.exceptions.RayError):
+            ray.get(self.rollout.close.remote(), timeout=30)
         for actor in (self.rollout, *self._train):
             ray.kill(actor)
 
@@ -81,5 +84,5 @@ def _spawn(kind: type, gpus: float, threads: int, *arguments: Any) -> Any:
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
-    options = {"num_cpus": 0, "num_gpus": gpus, "runtime_env": {"env_vars": environment}}
+    options = {"num_cpus": 0, "num_gpus": gpus, "max_concurrency": 1, "runtime_env": {"env_vars": environment}}
     return ray.remote(kind).options(**options).remote(*arguments)

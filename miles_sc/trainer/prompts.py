@@ -34,6 +34,23 @@ class PromptCodec:
             prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return self.tokenizer.encode(prompt, add_special_tokens=not self._chat)
 
+    def encode_observation(self, text: str) -> list[int]:
+        """Ids of what the policy is told after its turn, with the chat template's frame if asked for.
+
+        Raises:
+            ValueError: a template that rewrites earlier messages when one is added.
+        """
+        if self._chat:
+            conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+            said = self.tokenizer.apply_chat_template(conversation, tokenize=False)
+            told = [*conversation, {"role": "user", "content": text}]
+            whole = self.tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
+            if not whole.startswith(said):
+                raise ValueError("--max-turns: this chat template rewrites earlier messages; leave --apply-chat-template out")
+            # the policy has sampled the end-of-turn token itself; what the template writes after it is still to come
+            text = said.rpartition(self.tokenizer.eos_token)[2] + whole.removeprefix(said)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Response text without special tokens."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)

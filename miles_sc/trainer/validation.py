@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -16,7 +17,7 @@ _AT_LEAST = {
     "num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 1, "rollout_max_response_len": 1, "held_out": 1,
     "rollout_staleness": 0, "micro_batch_size": 1, "max_tokens_per_gpu": 1, "global_batch_size": 1, "num_steps_per_rollout": 1,
     "actor_num_gpus_per_node": 1, "eval_interval": 0, "save_interval": 1, "compare_seeds": 1, "rollout_seed": 0,
-    "lr_warmup_iters": 0,
+    "lr_warmup_iters": 0, "max_turns": 1, "over_sampling_batch_size": 1, "rollout_num_engines": 1, "sglang_server_concurrency": 1,
 }  # fmt: skip
 
 
@@ -28,6 +29,23 @@ _WITHOUT_EFFECT = (
     (
         "--max-tokens-per-gpu", "--use-dynamic-batch-size",
         lambda args: args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size,
+    ),
+    ("--observation", "--max-turns of at least 2", lambda args: args.observation is not None and args.max_turns == 1),
+    (
+        "--partial-rollout", "--over-sampling-batch-size",
+        lambda args: args.partial_rollout and args.over_sampling_batch_size is None,
+    ),
+    *(
+        (flag, "--rollout-engine sglang", lambda args, name=name, default=default: getattr(args, name) != default
+         and args.rollout_engine != "sglang")
+        for flag, name, default in (
+            ("--rollout-num-engines", "rollout_num_engines", 1),
+            ("--rollout-external-engine-addrs", "rollout_external_engine_addrs", None),
+            ("--sglang-python", "sglang_python", None),
+            ("--sglang-server-args", "sglang_server_args", ""),
+            ("--sglang-router", "sglang_router", "none"),
+            ("--update-weights-by", "update_weights_by", "disk"),
+        )
     ),
     ("--compare-seeds", "--compare", lambda args: args.compare_seeds != 1 and args.compare is None),
     (
@@ -72,6 +90,7 @@ def validate_train_arguments(args: argparse.Namespace) -> None:
     if (args.task is None) == (args.prompt_data is None):
         raise ValueError("give exactly one of --task and --prompt-data: what should the model learn?")
     parse_mismatch(args.rollout_mismatch)
+    _validate_rollout(args)
     validate_layout(args)
     _validate_numbers(args)
     _validate_losses(args)
@@ -99,6 +118,32 @@ def validate_train_arguments(args: argparse.Namespace) -> None:
         )
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         raise ValueError("--use-dynamic-batch-size without --max-tokens-per-gpu: set how many tokens one forward pass may hold")
+
+
+def _validate_rollout(args: argparse.Namespace) -> None:
+    for name in ("rollout_request_timeout", "rollout_start_timeout"):
+        if not 0 < getattr(args, name) < LARGEST_FLOAT:
+            raise ValueError(f"{_flag(name)} {getattr(args, name)}: set a finite number of seconds above 0")
+    if args.max_turns > 1 and not args.observation:
+        raise ValueError(
+            f"--max-turns {args.max_turns} without --observation: set what a wrong answer is told, e.g. ' Wrong, again: '"
+        )
+    if args.over_sampling_batch_size is not None and args.over_sampling_batch_size < args.rollout_batch_size:
+        raise ValueError(
+            f"--over-sampling-batch-size {args.over_sampling_batch_size} is smaller than --rollout-batch-size "
+            f"{args.rollout_batch_size}: set at least as many"
+        )
+    if args.rollout_external_engine_addrs and args.rollout_num_engines != 1:
+        raise ValueError(
+            "--rollout-num-engines with --rollout-external-engine-addrs: no server is launched then; leave --rollout-num-engines out"
+        )
+    try:
+        shlex.split(args.sglang_server_args)
+    except ValueError as error:
+        raise ValueError(f"--sglang-server-args {args.sglang_server_args!r}: {error}; quote it as for a shell") from error
+    router = args.sglang_router
+    if router not in ("none", "launch") and "://" not in router:
+        raise ValueError(f"--sglang-router {router}: give none, launch, or a URL such as http://127.0.0.1:30000")
 
 
 def _validate_losses(args: argparse.Namespace) -> None:

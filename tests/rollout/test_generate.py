@@ -1,10 +1,13 @@
 """Requests out, samples filled in, with an engine that answers from a script."""
 
+import asyncio
+
 import pytest
 
 from miles_sc import ScoreCenteringConfig
-from miles_sc.rollout.generate import generate_responses, greedy_responses
+from miles_sc.rollout.generate import GenerationSettings, all_or_none, generate_response, greedy_responses
 from miles_sc.rollout.sample import Sample
+from tests.rollout.scripted_engine import ScriptedEngine
 from tests.samples import PROMPT, VOCAB, K, answer, sample_with, state, support_answer
 
 CONFIGS = {
@@ -14,27 +17,30 @@ CONFIGS = {
 }
 
 
-class ScriptedEngine:
-    def __init__(self, *metas):
-        self.metas, self.requests = metas, []
-
-    def generate(self, requests):
-        self.requests += requests
-        ids = [[entry[1] for entry in meta["output_token_logprobs"]] for meta in self.metas]
-        return [{"output_ids": i, "meta_info": meta} for i, meta in zip(ids, self.metas, strict=True)]
-
-
 def decode(token_ids):
     return " ".join(map(str, token_ids))
+
+
+def settings(mode="selected", max_response_len=5):
+    return GenerationSettings(CONFIGS[mode], max_response_len, VOCAB, decode)
 
 
 def fresh(count):
     return [Sample(tokens=[*PROMPT, i], index=10 + i) for i in range(count)]
 
 
-def generate(engine, samples, mode="selected", **options):
-    settings = dict(max_new_tokens=5, vocab_size=VOCAB, decode=decode, sampling_seeds=list(range(100, 100 + len(samples))))
-    generate_responses(engine, samples, CONFIGS[mode], **settings | options)
+def generate(engine, samples, mode="selected", max_response_len=5):
+    async def run():
+        await all_or_none(
+            generate_response(engine, sample, settings(mode, max_response_len), sampling_seed=100 + i)
+            for i, sample in enumerate(samples)
+        )
+
+    asyncio.run(run())
+
+
+def finished(meta, reason):
+    return meta | {"finish_reason": {"type": reason}}
 
 
 @pytest.mark.parametrize("mode", CONFIGS)
@@ -85,11 +91,57 @@ def test_tokens_before_anyone_tracked_versions_have_none():
     assert samples[0].weight_versions == ["", "", "7"]
 
 
-@pytest.mark.parametrize(("reason", "truncated"), [("length", True), ("stop", False), ("abort", False)])
-def test_truncated_means_stopped_by_its_length(reason, truncated):
+@pytest.mark.parametrize(
+    ("reason", "truncated", "aborted"), [("length", True, False), ("stop", False, False), ("abort", False, True)]
+)
+def test_how_a_response_ended(reason, truncated, aborted):
     samples = fresh(1)
-    generate(ScriptedEngine(answer(1) | {"finish_reason": {"type": reason}}), samples)
-    assert samples[0].truncated is truncated
+    generate(ScriptedEngine(finished(answer(1), reason)), samples)
+    assert (samples[0].truncated, samples[0].aborted, samples[0].turns) == (truncated, aborted, int(not aborted))
+
+
+def test_a_response_that_was_aborted_is_continued_where_it_stopped():
+    first, second = finished(answer(2, seed=1), "abort"), finished(answer(1, seed=2) | {"weight_version": "8"}, "stop")
+    samples, engine = fresh(1), ScriptedEngine(first, second)
+    generate(engine, samples)
+    tokens, rows = list(samples[0].tokens), samples[0].rollout_topk_log_probs
+    generate(engine, samples)
+    assert engine.requests[1]["input_ids"] == tokens
+    assert engine.requests[1]["sampling_params"]["max_new_tokens"] == 5 - 2
+    expected = sample_with(first, second)
+    assert samples[0].tokens[len(PROMPT) + 1 :] == expected.tokens[len(PROMPT) :]
+    assert samples[0].rollout_log_probs == expected.rollout_log_probs
+    # each call keeps the distribution of the weights that sampled it
+    assert (samples[0].rollout_topk_log_probs[:2] == rows).all() and samples[0].weight_versions == ["7", "7", "8"]
+    assert not samples[0].aborted and samples[0].turns == 1
+
+
+@pytest.mark.parametrize("mode", CONFIGS)
+def test_an_abort_before_the_first_token_leaves_a_sample_to_be_started(mode):
+    nothing = {"output_token_logprobs": [], "completion_tokens": 0, "finish_reason": {"type": "abort", "message": "aborted"}}
+    make = support_answer if mode == "support" else answer
+    samples, engine = fresh(1), ScriptedEngine(nothing, make(2))
+    generate(engine, samples, mode)
+    assert samples[0].aborted and samples[0].response_length == 0
+    generate(engine, samples, mode)
+    assert engine.requests[0] == engine.requests[1]
+    assert not samples[0].aborted and samples[0].response_length == 2
+
+
+def test_a_response_without_room_is_truncated_without_a_call():
+    samples, engine = fresh(1), ScriptedEngine(finished(answer(3), "abort"))
+    generate(engine, samples)
+    generate(engine, samples, max_response_len=3)
+    assert samples[0].truncated and not samples[0].aborted and len(engine.requests) == 1
+
+
+def test_an_aborted_sample_can_be_tried_again_from_its_prompt():
+    samples, engine = fresh(1), ScriptedEngine(finished(answer(2, seed=1), "abort"), answer(3, seed=2))
+    generate(engine, samples)
+    samples[0].reset_for_retry()
+    assert state(samples[0]) == state(fresh(1)[0])
+    generate(engine, samples)
+    assert engine.requests[0] == engine.requests[1] and samples[0].response_length == 3
 
 
 @pytest.mark.parametrize(
@@ -100,6 +152,9 @@ def test_truncated_means_stopped_by_its_length(reason, truncated):
             {"weight_versions": [{"version": "7", "start": 0, "end": 2}]},
             "sample 11: weight_versions = .* for 3 generated tokens: every token was sampled by one version",
         ),
+        ({"weight_versions": ["7"]}, "sample 11: weight_versions = .*: wanted a list of spans"),
+        ({"finish_reason": {"type": "error"}}, "sample 11: finish_reason = .*error.*: only stop, length and abort"),
+        ({"finish_reason": None}, "sample 11: finish_reason = None: only stop, length and abort"),
     ],
 )
 def test_a_bad_answer_names_its_sample_and_leaves_it_alone(change, message):
@@ -109,16 +164,28 @@ def test_a_bad_answer_names_its_sample_and_leaves_it_alone(change, message):
     assert state(samples[1]) == state(fresh(3)[1])
 
 
-def test_an_answer_for_every_sample():
-    engine = ScriptedEngine(answer())
-    engine.generate = lambda requests: []
-    with pytest.raises(ValueError, match="shorter"):
-        generate(engine, fresh(1))
+def test_the_first_failure_cancels_the_others():
+    cancelled = []
+
+    class Engine(ScriptedEngine):
+        async def generate(self, request, read):
+            if request["input_ids"][-1] == 0:
+                return await super().generate(request, read)
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled.append(request["input_ids"][-1])
+                raise
+
+    with pytest.raises(ValueError, match="sample 10"):
+        generate(Engine(answer() | {"output_top_logprobs": None}), fresh(3))
+    assert cancelled == [1, 2]
 
 
 def test_evaluation_is_greedy_and_records_nothing():
-    engine = ScriptedEngine(answer(2), answer(1))
-    texts = greedy_responses(engine, [[1, 2], [3]], max_new_tokens=9, decode=decode)
-    assert texts == [decode([entry[1] for entry in meta["output_token_logprobs"]]) for meta in engine.metas]
+    metas = answer(2), answer(1)
+    engine = ScriptedEngine(*metas)
+    responses = asyncio.run(greedy_responses(engine, [[1, 2], [3]], max_new_tokens=9))
+    assert responses == [[entry[1] for entry in meta["output_token_logprobs"]] for meta in metas]
     greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_new_tokens": 9}
     assert engine.requests == [{"input_ids": ids, "sampling_params": greedy} for ids in ([1, 2], [3])]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from miles_sc.rollout import append_candidates
-from miles_sc.rollout.response import append_sampled_tokens
+from miles_sc.rollout.answer import read_generated_tokens
+from miles_sc.rollout.response import append_generated_tokens
 from miles_sc.rollout.sample import Sample
 from tests.rollout.test_response import TOKENS
 from tests.samples import PROMPT, state
@@ -116,7 +117,7 @@ def test_every_recorded_answer_is_tested():
 
 def test_without_recording_the_sampled_tokens_alone_are_appended():
     sample, meta = Sample(tokens=list(PROMPT)), recorded(f"{DIRECT}/generate_greedy_evaluation")
-    append_sampled_tokens(sample, meta, vocab_size=RECORDED_VOCAB)
+    append_generated_tokens(sample, read_generated_tokens(meta, k=0, vocab_size=RECORDED_VOCAB))
     assert sample.tokens == [*PROMPT, 411, 128, 293, 54, 417, 293]
     assert sample.rollout_log_probs == [entry[0] for entry in meta[TOKENS]] and sample.loss_mask == [1] * 6
     assert sample.candidates is None and sample.rollout_sampling_mask is None

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from miles_sc.rollout import append_candidates
-from miles_sc.rollout.response import append_sampled_tokens, read_generated_tokens
+from miles_sc.rollout.answer import read_generated_tokens
+from miles_sc.rollout.response import append_generated_tokens
 from miles_sc.rollout.sample import Sample
 from tests.samples import (
     FORMS,
@@ -384,7 +385,7 @@ def test_a_missing_loss_mask_means_that_all_are_trained():
 
 
 @pytest.mark.parametrize(
-    "options, message", [({"k": 0}, "k = 0: ask for at least one"), ({"mode": "all"}, "mode = 'all': choose")]
+    "options, message", [({"k": -1}, "k = -1: give a number"), ({"mode": "all"}, "mode = 'all': choose")]
 )
 def test_unknown_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
@@ -397,9 +398,9 @@ def test_unknown_options_are_refused(options, message):
 @pytest.mark.parametrize(("mutate", "message"), [case for case in SAMPLED + SAMPLED_LOG_PROBS if "differs" not in case[1]])
 def test_without_recording_the_sampled_tokens_are_checked_too(mutate, message):
     meta, sample = answer(), Sample(tokens=list(PROMPT))
-    append_sampled_tokens(sample, answer(seed=1), vocab_size=VOCAB)
+    append_generated_tokens(sample, read_generated_tokens(answer(seed=1), k=0, vocab_size=VOCAB))
     before = state(sample)
     mutate(meta)
     with pytest.raises(ValueError, match=message):
-        append_sampled_tokens(sample, meta, vocab_size=VOCAB)
+        append_generated_tokens(sample, read_generated_tokens(meta, k=0, vocab_size=VOCAB))
     assert state(sample) == before

@@ -74,6 +74,19 @@ def test_a_plain_line_is_whole(flags):
 
 
 REFUSED = [  # flags after the base line, message
+    ("--max-turns 0", "--max-turns 0: set at least 1"),
+    ("--max-turns 2", "--max-turns 2 without --observation: set what a wrong answer is told"),
+    ("--over-sampling-batch-size 3", "--over-sampling-batch-size 3 is smaller than --rollout-batch-size 4: set at least"),
+    ("--rollout-engine sglang --rollout-num-engines 0", "--rollout-num-engines 0: set at least 1"),
+    (
+        "--rollout-engine sglang --rollout-num-engines 2 --rollout-external-engine-addrs h:1",
+        "--rollout-num-engines with --rollout-external-engine-addrs: no server is launched then",
+    ),
+    ("--rollout-engine sglang --sglang-router yes", "--sglang-router yes: give none, launch, or a URL"),
+    ("--rollout-engine sglang --sglang-server-args '", "--sglang-server-args .*: No closing quotation; quote it"),
+    ("--rollout-engine sglang --sglang-server-concurrency 0", "--sglang-server-concurrency 0: set at least 1"),
+    ("--rollout-engine sglang --rollout-request-timeout nan", "--rollout-request-timeout nan: set a finite number of seconds"),
+    ("--rollout-engine sglang --rollout-start-timeout 0", "--rollout-start-timeout 0.0: set a finite number of seconds"),
     # score centering, checked here once more because it is the launch that runs it
     ("--loss-type score_centering", "--loss-type score_centering with --rollout-top-logprobs-num 0: set the number"),
     ("--score-centering-observe", "--score-centering-observe with --rollout-top-logprobs-num 0: set the number"),
@@ -179,6 +192,10 @@ def test_a_task_or_data_is_needed():
         "--use-dynamic-batch-size --max-tokens-per-gpu 100",
         "--rollout-mismatch noise:0.01 --rollout-staleness 2 --train-async",
         "--use-tis --tis-mode mask --tis-clip-low 0.5",
+        "--max-turns 2 --observation no",
+        "--over-sampling-batch-size 8 --partial-rollout",
+        "--rollout-engine sglang --rollout-external-engine-addrs 127.0.0.1:1 127.0.0.1:2 --sglang-router http://127.0.0.1:3",
+        "--rollout-engine sglang --rollout-num-engines 2 --sglang-router launch --update-weights-by tensor",
     ],
 )
 def test_what_belongs_together_passes(flags):
@@ -243,6 +260,7 @@ def test_every_flag_says_what_it_does_in_a_group_of_its_own():
         "options",
         "model and task",
         "rollout",
+        "rollout engine",
         "training",
         "loss",
         "score centering",
@@ -272,6 +290,14 @@ def test_defaults_pass_and_are_stated_as_they_are():
         ("--ref-load x", "--ref-load has no effect without --use-kl-loss"),
         ("--max-tokens-per-gpu 64", "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size"),
         ("--compare-seeds 2", "--compare-seeds has no effect without --compare"),
+        ("--observation no", "--observation has no effect without --max-turns of at least 2"),
+        ("--partial-rollout", "--partial-rollout has no effect without --over-sampling-batch-size"),
+        ("--rollout-num-engines 2", "--rollout-num-engines has no effect without --rollout-engine sglang"),
+        ("--rollout-external-engine-addrs h:1", "--rollout-external-engine-addrs has no effect without --rollout-engine sglang"),
+        ("--sglang-python p", "--sglang-python has no effect without --rollout-engine sglang"),
+        ("--sglang-server-args=--tp", "--sglang-server-args has no effect without --rollout-engine sglang"),
+        ("--sglang-router launch", "--sglang-router has no effect without --rollout-engine sglang"),
+        ("--update-weights-by tensor", "--update-weights-by has no effect without --rollout-engine sglang"),
         ("--score-centering-is tis", "--score-centering-is has no effect without --loss-type score_centering"),
         ("--use-tis --use-rollout-logprobs", "p_old is then q and every weight 1"),
     ],

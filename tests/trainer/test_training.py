@@ -122,3 +122,22 @@ def test_the_self_check_of_a_ci_run_passes(alone, run):
 def test_tensorboard_events_are_written(alone, run, tmp_path):
     run(alone, *CENTERED, "--use-tensorboard")
     assert list((tmp_path / "run/tensorboard").glob("events*"))
+
+
+@pytest.mark.parametrize("sampling", [[], ["--rollout-top-k", "16", "--rollout-top-p", "0.95"]])
+def test_several_turns_train_on_what_the_policy_said_alone(alone, run, sampling):
+    turns = ["--max-turns", "3", "--observation", " no: ", "--rollout-max-response-len", "16"]
+    records = run(alone, *CENTERED, *turns, *sampling, "--rollout-mismatch", "none")[1:]
+    assert all(1 < record["rollout/turns"] <= 3 for record in records)
+    # observations are context for the trainer as they were for the sampler, so the two agree on every trained token
+    assert records[0]["train/train_rollout_logprob_abs_diff_max"] < 1e-4
+    assert all(record["train/grad_norm"] > 0 for record in records)
+
+
+def test_sampling_in_excess_keeps_what_is_left_for_the_next_rollout(alone, run):
+    flags = ["--over-sampling-batch-size", "12", "--partial-rollout", "--num-rollout", "3", "--rollout-mismatch", "none"]
+    records = run(alone, *CENTERED, *flags)[1:]
+    # the embedded sampler completes everything: what is left over was sampled by the rollout before, with older weights
+    assert records[0]["train/train_rollout_logprob_abs_diff_max"] < 1e-4
+    assert records[1]["train/train_rollout_logprob_abs_diff_max"] > 1e-4
+    assert [record["rollout/mixed_versions_fraction"] for record in records] == [0, 0, 0]

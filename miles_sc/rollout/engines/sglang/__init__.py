@@ -1,0 +1,1 @@
+"""An SGLang engine behind HTTP. Importing this package imports no HTTP client."""
