@@ -1,9 +1,13 @@
 """Examples and benchmarks run as their users would run them, in small."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,3 +52,27 @@ def test_step_cost_benchmark_prints_paired_ratios(model):
 def test_the_two_commands_of_the_readme_can_be_run():
     for script in ("scripts/quickstart.sh", "scripts/test.sh", ".ci/run"):
         assert (ROOT / script).stat().st_mode & 0o111, script
+
+
+def test_a_custom_producer_fills_what_the_trainer_needs(model):
+    output = run("examples/custom_producer.py", "--hf-checkpoint", str(model))
+    assert re.fullmatch(r"4 samples are ready to train on; the 32 candidates hold 0\.\d{4} of q\n", output)
+
+
+def test_the_documented_producer_is_the_one_that_runs():
+    example, page = (ROOT / "examples/custom_producer.py").read_text(), (ROOT / "docs/custom-producers.md").read_text()
+    shown = re.search(r"```python\n(@torch.*?)```", page, re.DOTALL)[1]
+    assert shown in example
+
+
+def test_the_custom_producer_records_what_it_draws_from(model):
+    path = ROOT / "examples/custom_producer.py"
+    produce = runpy.run_path(str(path))["produce"]
+    lm = AutoModelForCausalLM.from_pretrained(model).eval()
+    sample = produce(lm, [5, 6, 7], k=32, temperature=0.8, length=5, index=0)
+    with torch.inference_mode():
+        log_q = (lm(torch.tensor([sample.tokens])).logits[0, 2:-1].double() / 0.8).log_softmax(-1)
+    ids = torch.from_numpy(sample.rollout_topk_token_ids.astype("int64"))
+    torch.testing.assert_close(torch.from_numpy(sample.rollout_topk_log_probs).double(), log_q.gather(1, ids), atol=1e-5, rtol=0)
+    sampled = log_q.gather(1, torch.tensor(sample.tokens[3:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(sample.rollout_log_probs).double(), sampled, atol=1e-5, rtol=0)

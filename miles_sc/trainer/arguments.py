@@ -83,7 +83,7 @@ def _add_rollout(group: argparse._ArgumentGroup) -> None:
     add("--rollout-seed", type=int, default=42, metavar="N", help="seed of prompts and sampling (default: %(default)s)")
     add(
         "--max-turns", type=int, default=1, metavar="N",
-        help="turns of the policy in a response: after one that earns less than 1 it is told --observation (default: %(default)s)",
+        help="turns in a response: the policy is told --observation after one that earns less than 1 (default: %(default)s)",
     )  # fmt: skip
     add("--observation", metavar="TEXT", help="what a wrong answer is told before the next turn of --max-turns")
     add(

@@ -135,7 +135,7 @@ def _validate_rollout(args: argparse.Namespace) -> None:
         )
     if args.rollout_external_engine_addrs and args.rollout_num_engines != 1:
         raise ValueError(
-            "--rollout-num-engines with --rollout-external-engine-addrs: no server is launched then; leave --rollout-num-engines out"
+            "--rollout-num-engines with --rollout-external-engine-addrs: no server is launched then; leave the number out"
         )
     try:
         shlex.split(args.sglang_server_args)
