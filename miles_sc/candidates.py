@@ -11,6 +11,7 @@ MASS_SLACK = 1e-4
 AGREEMENT = 1e-4
 # What -inf becomes when it is clamped to float16; with float32 it is -3.4e38. No probability is that small.
 MINUS_INFINITY = -65504.0
+NO_TOKEN = np.iinfo(np.int32).min
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,12 @@ class Candidates:
         kept = len(self) - rows
         return Candidates(self.token_ids[:kept], self.log_probs[:kept])
 
+    def holding(self, token_ids: np.ndarray) -> np.ndarray:
+        """Bool ``[R, K]``: the slots that hold their row's token, of int ``[R]``; no slot holds a negative one."""
+        narrow = token_ids.astype(np.int32)
+        narrow[(narrow != token_ids) | (token_ids < 0)] = NO_TOKEN
+        return self.token_ids == narrow[:, None]
+
     def validate(
         self,
         *,
@@ -82,7 +89,7 @@ class Candidates:
         trained: np.ndarray | None = None,
         where: str = "candidates",
     ) -> None:
-        """Checks every row, vectorised.
+        """Checks every row, always: whole arrays at a glance, and closely only where something looks wrong.
 
         Args:
             vocab_size: ids must lie below it.
@@ -95,62 +102,153 @@ class Candidates:
         Raises:
             ValueError: the first broken row, its value and the remedy.
         """
-        used = self.token_ids >= 0
-        check = _RowCheck(where)
-        check.each_slot(self.token_ids < -1, self.token_ids, "id {value}: ids are -1 (unused) or in the vocabulary")
-        if vocab_size is not None:
+        expected = _Expected(
+            vocab_size,
+            None if sampled_token_ids is None else np.asarray(sampled_token_ids),
+            None if sampled_log_probs is None else np.asarray(sampled_log_probs, np.float64),
+            complete,
+            trained,
+        )
+        if not expected.plainly_met_by(self):
+            expected.check(self, where)
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What each row must be, by two roads: `plainly_met_by` says quickly that all is well, `check` says slowly what is not.
+
+    The first is exact where it says yes, and the second alone decides otherwise.
+    """
+
+    vocab_size: int | None
+    sampled_token_ids: np.ndarray | None
+    sampled_log_probs: np.ndarray | None
+    complete: bool
+    trained: np.ndarray | None
+
+    def plainly_met_by(self, candidates: Candidates) -> bool:
+        """True where no row can be broken, from a sort, an exponential and a few reductions over whole float32 and int32 arrays."""
+        if candidates.token_ids.size == 0:
+            return False
+        in_order = np.sort(candidates.token_ids, axis=1)
+        lowest, highest = int(in_order[:, 0].min()), int(in_order[:, -1].max())
+        if lowest < -1 or (self.vocab_size is not None and highest >= self.vocab_size):
+            return False
+        if not _log_probs_fit(candidates, every_slot_used=lowest >= 0) or _any_repeats(in_order):
+            return False
+        filled = in_order[:, -1] >= 0
+        mass = _masses(candidates.log_probs)
+        if mass.max() > 1 + MASS_SLACK or (self.complete and (filled & (mass < 1 - MASS_SLACK)).any()):
+            return False
+        if self.trained is not None and (self.trained & ~filled).any():
+            return False
+        return self.sampled_token_ids is None or self._sampled_plainly_fits(candidates, filled)
+
+    def _sampled_plainly_fits(self, candidates: Candidates, filled: np.ndarray) -> bool:
+        holding = candidates.holding(self.sampled_token_ids)
+        slots = holding.argmax(axis=1)
+        found = holding[np.arange(len(slots)), slots]
+        if self.complete and (filled & ~found).any():
+            return False
+        if self.sampled_log_probs is None:
+            return True
+        rows = np.flatnonzero(found if self.trained is None else found & self.trained)
+        difference = candidates.log_probs[rows, slots[rows]] - self.sampled_log_probs[rows]
+        return bool((np.abs(difference) <= AGREEMENT).all())
+
+    def check(self, candidates: Candidates, where: str) -> None:
+        """One condition after the other; raises for the first row that breaks it."""
+        token_ids, log_probs, check = candidates.token_ids, candidates.log_probs, _RowCheck(where)
+        used = token_ids >= 0
+        check.each_slot(token_ids < -1, token_ids, "id {value}: ids are -1 (unused) or in the vocabulary")
+        if self.vocab_size is not None:
             check.each_slot(
-                self.token_ids >= vocab_size, self.token_ids, f"id {{value}} is outside the vocabulary of {vocab_size}: "
+                token_ids >= self.vocab_size, token_ids, f"id {{value}} is outside the vocabulary of {self.vocab_size}: "
                 "do sampler and trainer use one tokenizer?",
             )  # fmt: skip
         check.each_slot(
-            used & ~(np.isfinite(self.log_probs) & (self.log_probs > MINUS_INFINITY)), self.log_probs,
+            used & ~(np.isfinite(log_probs) & (log_probs > MINUS_INFINITY)), log_probs,
             "log-prob {value}: a candidate's must be finite, and no number that stands for -inf",
         )  # fmt: skip
+        check.each_slot(used & (log_probs > LOG_PROB_SLACK), log_probs, "log-prob {value} is above 0: these are not log-probs")
         check.each_slot(
-            used & (self.log_probs > LOG_PROB_SLACK), self.log_probs, "log-prob {value} is above 0: these are not log-probs"
+            ~used & (log_probs != -np.inf), log_probs, "log-prob {value} in an unused slot (id -1): it must be -inf"
         )
-        check.each_slot(
-            ~used & (self.log_probs != -np.inf), self.log_probs, "log-prob {value} in an unused slot (id -1): it must be -inf"
-        )
-        check.each_row(self._repeats(), "an id stands twice: were candidates merged by token text?")
-        mass = np.exp(np.where(used, self.log_probs, -np.inf), dtype=np.float64).sum(axis=1)
+        check.each_row(_repeats(np.sort(token_ids, axis=1)).any(axis=1), "an id stands twice: were candidates merged by token text?")
+        mass = _exact_masses(log_probs)
         check.each_row(mass > 1 + MASS_SLACK, "the candidates' mass {value:.6f} exceeds 1: these are not one distribution", mass)
         filled = used.any(axis=1)
-        if complete:
+        if self.complete:
             check.each_row(
                 filled & (mass < 1 - MASS_SLACK), "the support's mass {value:.6f} is not 1: was it normalised after filtering?",
                 mass,
             )  # fmt: skip
-        if trained is not None:
+        if self.trained is not None:
             check.each_row(
-                trained & ~filled, "no candidate on a trained token: its producer must record the sampler's candidates"
+                self.trained & ~filled, "no candidate on a trained token: its producer must record the sampler's candidates"
             )
-        if sampled_token_ids is not None:
-            self._check_sampled(check, sampled_token_ids, sampled_log_probs, filled, complete, trained)
+        if self.sampled_token_ids is not None:
+            self._check_sampled(candidates, filled, check)
 
-    def _repeats(self) -> np.ndarray:
-        in_order = np.sort(self.token_ids, axis=1)
-        return ((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)).any(axis=1)
-
-    def _check_sampled(self, check, token_ids, log_probs, filled, complete, trained) -> None:
-        token_ids = np.asarray(token_ids)
-        matches = (self.token_ids == token_ids[:, None]) & (token_ids >= 0)[:, None]
-        found = matches.any(axis=1)
-        if complete:
-            check.each_row(filled & ~found, "the sampled token {value} is not in its own support: are rows shifted?", token_ids)
-        if log_probs is None or not self.k:
+    def _check_sampled(self, candidates: Candidates, filled: np.ndarray, check: "_RowCheck") -> None:
+        holding = candidates.holding(self.sampled_token_ids)
+        found = holding.any(axis=1)
+        if self.complete:
+            check.each_row(
+                filled & ~found, "the sampled token {value} is not in its own support: are rows shifted?", self.sampled_token_ids
+            )
+        if self.sampled_log_probs is None:
             return
-        slot = matches.argmax(axis=1)
-        theirs = np.take_along_axis(self.log_probs, slot[:, None], axis=1)[:, 0]
-        difference = np.abs(theirs - np.asarray(log_probs, np.float64), where=found, out=np.zeros(len(self)))
-        compared = found if trained is None else found & trained
+        # ids are distinct by now, so each row that is found is found once
+        difference = np.zeros(len(candidates))
+        difference[found] = np.abs(candidates.log_probs[holding] - self.sampled_log_probs[found])
+        compared = found if self.trained is None else found & self.trained
         check.each_row(
             compared & ~(difference <= AGREEMENT),
             "the sampled token's log-prob differs by {value:.6g} from the same token's among the candidates: are rows shifted, "
             "or the temperatures different?",
             difference,
         )
+
+
+def _log_probs_fit(candidates: Candidates, *, every_slot_used: bool) -> bool:
+    """A used slot's log-prob lies in its range and an unused one's is -inf. NaN spreads to the extremes and fits no range."""
+    log_probs = candidates.log_probs
+    if not log_probs.max() <= LOG_PROB_SLACK:
+        return False
+    if every_slot_used:
+        return bool(log_probs.min() > MINUS_INFINITY)
+    in_range = log_probs > MINUS_INFINITY
+    return np.array_equal(in_range, candidates.token_ids >= 0) and np.array_equal(~in_range, log_probs == -np.inf)
+
+
+def _repeats(in_order: np.ndarray) -> np.ndarray:
+    """Bool ``[R, K - 1]`` of sorted ids ``[R, K]``: where one equals its neighbour."""
+    return (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)
+
+
+def _any_repeats(in_order: np.ndarray) -> bool:
+    """Whether a row of contiguous sorted ids holds one twice; one long row is compared faster than many short ones."""
+    flat = in_order.ravel()
+    same = flat[1:] == flat[:-1]
+    same[in_order.shape[1] - 1 :: in_order.shape[1]] = False  # neighbours of different rows
+    return bool(same.any()) and bool(_repeats(in_order).any())
+
+
+def _masses(log_probs: np.ndarray) -> np.ndarray:
+    """Sum of the probabilities of each row ``[R, K]``, on the side of each bound on which the exact sum lies."""
+    mass = np.einsum("rk->r", np.exp(log_probs))
+    # however a float32 sum is ordered its relative error is below K epsilon; exp adds a few
+    error = (log_probs.shape[1] + 16) * np.finfo(np.float32).eps * np.maximum(mass, 1)
+    unsure = np.abs(np.abs(mass - 1) - MASS_SLACK) <= error
+    if unsure.any():
+        mass = mass.astype(np.float64)
+        mass[unsure] = _exact_masses(log_probs[unsure])
+    return mass
+
+
+def _exact_masses(log_probs: np.ndarray) -> np.ndarray:
+    return np.exp(log_probs, dtype=np.float64).sum(axis=1)
 
 
 class _RowCheck:

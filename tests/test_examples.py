@@ -68,7 +68,7 @@ def test_the_documented_producer_is_the_one_that_runs():
 def test_the_custom_producer_records_what_it_draws_from(model):
     path = ROOT / "examples/custom_producer.py"
     produce = runpy.run_path(str(path))["produce"]
-    lm = AutoModelForCausalLM.from_pretrained(model).eval()
+    lm = AutoModelForCausalLM.from_pretrained(model).double().eval()
     sample = produce(lm, [5, 6, 7], k=32, temperature=0.8, length=5, index=0)
     with torch.inference_mode():
         log_q = (lm(torch.tensor([sample.tokens])).logits[0, 2:-1].double() / 0.8).log_softmax(-1)
