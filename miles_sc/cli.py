@@ -56,12 +56,13 @@ def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from miles_sc.trainer.driver import Interrupted, stop_requests, train
     from miles_sc.trainer.layout import world_size
     from miles_sc.trainer.report import write_report
-    from miles_sc.trainer.validation import check_model_directories
+    from miles_sc.trainer.validation import check_engine_interpreter, check_model_directories
 
     finish_train_arguments(args, parser)
     runs = planned_runs(args)
     for own, directory, _ in runs:
         check_model_directories(own)
+        check_engine_interpreter(own)
         checkpoint_to_continue(own)
         directory.claim()
     print("starting Ray and the model's processes (some 10 seconds; a minute on a busy machine)", flush=True)

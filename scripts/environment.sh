@@ -21,7 +21,7 @@ if [ "$(cat .venv/.installed 2>/dev/null)" != "$wanted" ]; then
     echo "PyTorch's \"Start Locally\" page, compute platform CPU), or set MILES_SC_TORCH to a build of your own." >&2
     exit 1
   }
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".[train,report,megatron,dev]"
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".[train,report,megatron,session,dev]"
   echo "$wanted" > .venv/.installed
 fi
 export PATH="$PWD/.venv/bin:$PATH"

@@ -1,8 +1,10 @@
 """The rules that the flags of ``miles-sc train`` must satisfy together, after every override."""
 
 import argparse
+import importlib.util
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -197,6 +199,24 @@ def check_model_directories(args: argparse.Namespace) -> None:
             f"--ref-load {args.ref_load} has a vocabulary of {vocabularies['--ref-load']} and the policy one of "
             f"{vocabularies['--hf-checkpoint']}: their log-probs cannot be compared; give a reference with the same vocabulary"
         )
+
+
+def check_engine_interpreter(args: argparse.Namespace) -> None:
+    """Refuses to launch SGLang from an environment without it, before any process starts.
+
+    Raises:
+        ValueError: no such interpreter, or no SGLang in this one.
+    """
+    if args.rollout_engine != "sglang" or args.rollout_external_engine_addrs:
+        return
+    remedy = (
+        "set --sglang-python to an interpreter that has it (scripts/setup_sglang_cpu.sh makes one for CPUs), or connect to "
+        "running servers with --rollout-external-engine-addrs"
+    )
+    if args.sglang_python is None and importlib.util.find_spec("sglang") is None:
+        raise ValueError(f"--rollout-engine sglang: SGLang is not installed beside this interpreter; {remedy}")
+    if args.sglang_python is not None and shutil.which(args.sglang_python) is None:
+        raise ValueError(f"--sglang-python {args.sglang_python}: no program there; {remedy}")
 
 
 def _flag(name: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 from miles_sc import ScoreCenteringConfig
 from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.trainer.arguments import add_train_arguments, finish_train_arguments, loss_settings, optimizer_settings
-from miles_sc.trainer.validation import global_batch_size, validate_train_arguments
+from miles_sc.trainer.validation import check_engine_interpreter, global_batch_size, validate_train_arguments
 
 NEEDED = ["--hf-checkpoint", "model", "--num-rollout", "2", "--rollout-batch-size", "4"]
 BASE = [*NEEDED, "--task", "chain_sum"]
@@ -318,3 +318,23 @@ def test_numbers_that_would_spoil_a_run_are_refused(flags):
     flag, value = flags.split()
     with pytest.raises(ValueError, match=f"{flag} .*: set a"):
         finish(*BASE, *flags.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--rollout-engine sglang", "SGLang is not installed beside this interpreter; set --sglang-python"),
+        ("--rollout-engine sglang --sglang-python no/python", "--sglang-python no/python: no program there; set"),
+    ],
+)
+def test_servers_need_an_environment_to_be_launched_from(flags, message, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=message):
+        check_engine_interpreter(finish(*BASE, *flags.split()))
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--rollout-engine sglang --rollout-external-engine-addrs h:1", "--rollout-engine sglang --sglang-python sh"]
+)
+def test_nothing_else_does(flags):
+    check_engine_interpreter(finish(*BASE, *flags.split()))
