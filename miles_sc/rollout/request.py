@@ -8,6 +8,8 @@ from miles_sc.config import ScoreCenteringConfig
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _NEUTRAL_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+# A native request holds these beside its sampling parameters.
+_BESIDE_NATIVE_SAMPLING = ("custom_logit_processor", "watermark", "lora_path")
 
 
 def configure_request(
@@ -35,11 +37,16 @@ def configure_request(
     if openai:
         sampling = configured
     else:
-        sampling = configured["sampling_params"] = dict(configured.get("sampling_params") or {})
+        given = configured.get("sampling_params") or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"sampling_params = {given!r} in a training request: give one mapping; a batch is a request each")
+        sampling = configured["sampling_params"] = dict(given)
     _write_out_sampler(config, sampling)
-    # a native request holds this field beside its sampling parameters
-    processor = configured.get("custom_logit_processor")
-    _refuse_other_distributions(config, sampling | {"custom_logit_processor": processor} if processor else sampling)
+    if openai and sampling.get("repetition_penalty") is None:
+        # some models' generation config brings one (1.05), and chat alone reads that
+        sampling["repetition_penalty"] = 1.0
+    beside = {} if openai else {name: configured[name] for name in _BESIDE_NATIVE_SAMPLING if configured.get(name)}
+    _refuse_other_distributions(config, sampling | beside)
     for name in ("top_logprobs", "top_logprobs_num", "return_sampling_mask", "sampling_logprobs_mode"):
         configured.pop(name, None)
     if openai:
@@ -87,6 +94,13 @@ def _refuse_other_distributions(config: ScoreCenteringConfig, sampling: Mapping[
     for name in (*_GRAMMARS, "custom_logit_processor", "logit_bias"):
         if sampling.get(name):
             refuse(name, "it changes the distribution after the log-probs are taken; leave it out")
+    if sampling.get("watermark"):
+        refuse("watermark", "it draws from another distribution than it reports; leave it out")
+    if sampling.get("lora_path"):
+        refuse("lora_path", "an adapter's tokens are not the trained policy's; leave it out")
+    for name in ("min_new_tokens", "min_tokens"):
+        if sampling.get(name):
+            refuse(name, "it forbids the stop tokens for a while, which the trainer does not; leave it out")
     for name, neutral in _NEUTRAL_PENALTIES.items():
         if sampling.get(name) not in (None, neutral):
             refuse(name, f"penalties change the distribution with every token; leave it out or set {neutral}")
@@ -95,6 +109,7 @@ def _refuse_other_distributions(config: ScoreCenteringConfig, sampling: Mapping[
         refuse("response_format", "it switches a grammar on; leave it out or ask for text")
     if sampling.get("tool_choice") not in (None, "auto", "none"):
         refuse("tool_choice", "a forced tool switches a grammar on; use auto or none")
-    strict = any((tool.get("function") or {}).get("strict") or tool.get("strict") for tool in sampling.get("tools") or ())
+    tools = [tool for tool in sampling.get("tools") or () if isinstance(tool, Mapping)]  # what is no tool the server refuses
+    strict = any((tool.get("function") or {}).get("strict") or tool.get("strict") for tool in tools)
     if strict and sampling.get("tool_choice") != "none":
         refuse("tools", "a strict tool switches a grammar on; leave strict out or set tool_choice to none")

@@ -16,6 +16,7 @@ SAMPLER = {
     "support": {"temperature": 0.7, "top_p": 0.9, "top_k": 6, "min_p": 0.0},
 }
 FLAT = {"return_flat_raw_output_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
+UNPENALISED = {"repetition_penalty": 1.0}  # chat would take a model's own from its generation config
 MASK = {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
 ASKED = {  # (mode, openai)
     ("selected", False): {"return_logprob": True, "top_logprobs_num": 8, **FLAT},
@@ -47,7 +48,7 @@ def test_everything_is_asked_for_and_the_sampler_written_out(mode, openai, sampl
     kept = {name: value for name, value in sampling.items() if value is not None}
     configured = configure_request(CONFIGS[mode], body, openai=openai)
     if openai:
-        assert configured == BODY[True] | kept | SAMPLER[mode] | ASKED[mode, True]
+        assert configured == BODY[True] | kept | SAMPLER[mode] | UNPENALISED | ASKED[mode, True]
     else:
         assert configured == {"input_ids": [1, 2], "sampling_params": kept | SAMPLER[mode]} | ASKED[mode, False]
 
@@ -129,6 +130,10 @@ REFUSED = [  # config, sampling fields, message
     (SELECTED, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice = "),
     (SELECTED, {"tools": [{"function": {"name": "g"}}, {"function": {"strict": True}}]}, "tools = .*leave strict out"),
     (SELECTED, {"tools": [{"strict": True}], "tool_choice": "auto"}, "tools = "),
+    (SELECTED, {"watermark": {"key": "x"}}, "watermark = .*leave it out"),
+    (SELECTED, {"lora_path": "adapter"}, "lora_path = 'adapter' .*not the trained policy's"),
+    (SELECTED, {"min_new_tokens": 3}, "min_new_tokens = 3 .*forbids the stop tokens"),
+    (SELECTED, {"min_tokens": 3}, "min_tokens = 3 .*forbids the stop tokens"),
 ]
 
 
@@ -139,9 +144,17 @@ def test_a_call_that_samples_from_another_distribution_is_refused(config, sampli
         configure_request(config, request(openai, **sampling), openai=openai)
 
 
-def test_a_native_logit_processor_is_refused_where_the_server_reads_it():
-    with pytest.raises(ValueError, match="custom_logit_processor = 'x' in a training request"):
-        configure_request(SELECTED, {"input_ids": [1], "custom_logit_processor": "x"})
+@pytest.mark.parametrize("field", ["custom_logit_processor", "watermark", "lora_path"])
+def test_what_stands_beside_native_sampling_parameters_is_refused_there(field):
+    with pytest.raises(ValueError, match=f"{field} = 'x' in a training request"):
+        configure_request(SELECTED, {"input_ids": [1], field: "x"})
+
+
+def test_a_batch_is_refused():
+    with pytest.raises(
+        ValueError, match="sampling_params = .* in a training request: give one mapping; a batch is a request each"
+    ):
+        configure_request(SELECTED, {"input_ids": [[1], [2]], "sampling_params": [{}, {}]})
 
 
 @pytest.mark.parametrize(
@@ -154,6 +167,7 @@ def test_a_native_logit_processor_is_refused_where_the_server_reads_it():
         {"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1},
         {"regex": None, "logit_bias": {}, "ebnf": ""},
         {"temperature": 0.7, "min_p": 0},
+        {"min_tokens": 0, "watermark": None, "lora_path": None},
     ],
 )
 def test_neutral_values_pass_and_stay(sampling):
