@@ -147,11 +147,41 @@ def _report(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 0
 
 
+def _doctor_flags(parser: argparse.ArgumentParser) -> None:
+    from miles_sc.doctor import add_doctor_arguments
+
+    add_doctor_arguments(parser)
+
+
+def _doctor(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from miles_sc.doctor import doctor
+
+    return doctor(args)
+
+
+def _serve_session_flags(parser: argparse.ArgumentParser) -> None:
+    from miles_sc.rollout.session.serve import add_serve_session_arguments
+
+    add_serve_session_arguments(parser)
+
+
+def _serve_session(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from miles_sc.rollout.session.serve import serve_session
+
+    return serve_session(args)
+
+
 _COMMANDS = {
     "train": ("train a model by reinforcement learning on this machine", _train_flags, _train),
     "make-model": ("make a small model with a short supervised warm-up, to train from", _make_model_flags, _make_model),
     "tasks": ("list the names that --task takes", lambda parser: None, _tasks),
     "report": ("draw the report of runs that are already there", _report_flags, _report),
+    "doctor": ("ask an SGLang server or router whether it delivers what training needs", _doctor_flags, _doctor),
+    "serve-session": (
+        "an OpenAI-compatible server for agents, which records their turns for training",
+        _serve_session_flags,
+        _serve_session,
+    ),  # fmt: skip
 }
 
 if __name__ == "__main__":

@@ -72,12 +72,19 @@ class SamplingSupport:
 
     def padded(self, width: int) -> np.ndarray:
         """Dense int32 ``[rows, width]``, -1 in unused slots."""
-        if len(self) and self.lengths.max() > width:
-            row = int(self.lengths.argmax())
+        return self.spread(self.ids, width, -1)
+
+    def spread(self, values: np.ndarray, width: int, unused: float) -> np.ndarray:
+        """Dense ``[rows, width]`` of one value per id, ``[total]``, with ``unused`` in the slots behind each row's."""
+        lengths = self.lengths
+        if len(self) and lengths.max() > width:
+            row = int(lengths.argmax())
             raise ValueError(
-                f"row {row} of the sampling support holds {self.lengths[row]} ids and only {width} are recorded: "
-                f"raise --rollout-top-logprobs-num to at least {self.lengths[row]}"
+                f"row {row} of the sampling support holds {lengths[row]} ids and only {width} are recorded: "
+                f"raise --rollout-top-logprobs-num to at least {lengths[row]}"
             )
-        dense = np.full((len(self), width), -1, np.int32)
-        dense[np.arange(width) < self.lengths[:, None]] = self.ids
+        if values.size == len(self) * width:  # every row is full, as under a top-k filter alone
+            return values.reshape(len(self), width).copy()
+        dense = np.full((len(self), width), unused, values.dtype)
+        dense[np.arange(width, dtype=np.int32) < lengths.astype(np.int32)[:, None]] = values
         return dense

@@ -11,7 +11,6 @@ from miles_sc.rollout import append_candidates
 from miles_sc.rollout.answer import read_generated_tokens
 from miles_sc.rollout.response import append_generated_tokens
 from miles_sc.rollout.sample import Sample
-from tests.rollout.test_response import TOKENS
 from tests.samples import PROMPT, state
 
 RECORDED = Path(__file__).parents[1] / "fixtures"
@@ -119,5 +118,5 @@ def test_without_recording_the_sampled_tokens_alone_are_appended():
     sample, meta = Sample(tokens=list(PROMPT)), recorded(f"{DIRECT}/generate_greedy_evaluation")
     append_generated_tokens(sample, read_generated_tokens(meta, k=0, vocab_size=RECORDED_VOCAB))
     assert sample.tokens == [*PROMPT, 411, 128, 293, 54, 417, 293]
-    assert sample.rollout_log_probs == [entry[0] for entry in meta[TOKENS]] and sample.loss_mask == [1] * 6
+    assert sample.rollout_log_probs == [entry[0] for entry in meta["output_token_logprobs"]] and sample.loss_mask == [1] * 6
     assert sample.candidates is None and sample.rollout_sampling_mask is None

@@ -1,18 +1,22 @@
 """Reported distributions of one and the same token, compared."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 
 from miles_sc.candidates import Candidates
 
-# Two calls with one prompt differ by what batching and the prefix cache do to bf16 logits: some 0.1 on single ones, so a few
-# per cent of the head's mass, and a swap among near-equal last candidates. Another token's head shares little of its mass.
-SAME_HEAD = 0.25
-# That noise moves the slope over 16 candidates by about 0.02, and 0.7, 1 and 1.3 lie 0.3 and more apart.
-SLOPE_TOLERANCE = 0.1
-# Below this spread of log-probs their float32 rounding shows in the slope.
+# Batching and the prefix cache move bf16 logits by some 0.1 between two calls with one prompt. Simulated, that parts the heads
+# of the same token by up to 0.15 where they are peaked and 0.4 where they are nearly flat; another token's shares little mass.
+SAME_HEAD = 0.5
+# The same noise moves the exponent by up to 0.3 where the fit is good, and by more only where it is not.
+EXPONENT_TOLERANCE = 0.4
+GOOD_FIT = 0.9
+# Below this spread of log-probs their float32 rounding shows in the exponent.
 FLAT = 1e-3
+# Candidates of equal logits: what float32 makes of one probability.
+TIE = 1e-6
 
 Head = Mapping[int, float]
 """Token id -> log-prob, of one token's likeliest candidates."""
@@ -31,17 +35,26 @@ def head_distance(one: Head, other: Head) -> float:
     return sum(abs(first.get(token, 0.0) - second.get(token, 0.0)) for token in first.keys() | second.keys()) / 2
 
 
-def slope(one: Head, other: Head) -> float | None:
-    """How differences between candidates' log-probs in ``other`` follow those in ``one``; None where there are none to follow.
+def temperature_exponent(hot: Head, cold: Head, ratio: float) -> tuple[float, float] | None:
+    """How log-probs follow the temperature, from reports of one token at two.
 
-    Log-probs at temperature T are ``logits / T`` up to a constant, so from T to T' it is T / T'.
+    Log-probs at temperature T are ``logits / T`` up to a constant, so their differences go with ``T ** -1``.
+
+    Args:
+        ratio: the hot temperature over the cold one.
+
+    Returns:
+        u where differences between candidates go with ``T ** -u``, and the fit's R squared; None where none differ.
     """
-    common = sorted(one.keys() & other.keys())
+    common = sorted(hot.keys() & cold.keys())
     if len(common) < 2:
         return None
-    x, y = (np.array([head[token] for token in common]) for head in (one, other))
+    x, y = (np.array([head[token] for token in common]) for head in (hot, cold))
+    if min(np.ptp(x), np.ptp(y)) < FLAT:
+        return None
     x, y = x - x.mean(), y - y.mean()
-    return None if np.ptp(x) < FLAT else float(x @ y / (x @ x))
+    slope = max(float(x @ y / (x @ x)), 1e-9)
+    return math.log(slope) / math.log(ratio), float((x @ y) ** 2 / (x @ x) / (y @ y))
 
 
 def _renormalised(head: Head, size: int) -> dict[int, float]:

@@ -1,0 +1,156 @@
+"""What a recorded call asks of the engine, and what its client is answered."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from miles_sc.config import ScoreCenteringConfig
+from miles_sc.rollout.request import configure_request
+
+# What a session adds to every recorded call; these do not change what is sampled.
+_RECORDING = {"logprobs": True, "return_meta_info": True, "return_prompt_token_ids": True}
+# What meta_info holds of it, by the names' beginnings; the first two are there whenever log-probs are asked for.
+_LOG_PROBS = ("output_token_logprobs", "input_token_logprobs")
+_CANDIDATES = ("output_top_logprobs", "input_top_logprobs", "output_token_sampling")
+_NOT_TEXT = ("image", "video", "audio", "file")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a client asked to be told, apart from the message.
+
+    Attributes:
+        logprobs: of the sampled tokens.
+        top_logprobs: alternatives to each of them.
+        meta_info, prompt_token_ids: SGLang's own.
+        stream: as server-sent events.
+        usage: in a chunk of its own at a stream's end.
+    """
+
+    logprobs: bool = False
+    top_logprobs: int = 0
+    meta_info: bool = False
+    prompt_token_ids: bool = False
+    stream: bool = False
+    usage: bool = False
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> "Wishes":
+        """Reads a chat completion's body.
+
+        Raises:
+            ValueError: a field that is not of its type.
+        """
+        logprobs = _flag(body, "logprobs")
+        count = body.get("top_logprobs") or 0
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(f"top_logprobs = {count!r}: give a number of alternatives")
+        options = body.get("stream_options") or {}
+        if not isinstance(options, Mapping):
+            raise ValueError(f"stream_options = {options!r}: give an object")
+        return cls(
+            logprobs=logprobs,
+            top_logprobs=count if logprobs else 0,
+            meta_info=_flag(body, "return_meta_info"),
+            prompt_token_ids=_flag(body, "return_prompt_token_ids") or _flag(body, "return_token_ids"),
+            stream=_flag(body, "stream"),
+            usage=_flag(options, "include_usage"),
+        )
+
+
+def engine_request(config: ScoreCenteringConfig, body: Mapping[str, Any], wishes: Wishes) -> dict[str, Any]:
+    """The body that the engine is sent, so that the turn can be recorded.
+
+    A stream is asked for in one piece: the engine reports what is recorded in no other way. With K = 0 the sampler's fields are
+    the client's own.
+
+    Args:
+        config: the run's.
+        body: the client's; not touched.
+
+    Raises:
+        ValueError: what cannot be recorded, or would sample from another distribution than the run's.
+    """
+    _check_shape(body)
+    if body.get("n") not in (None, 1):
+        raise ValueError(f"n = {body['n']!r}: a session's turn has one answer; open a session for each")
+    request = configure_request(config, body, openai=True)
+    for name in ("stream", "stream_options"):
+        request.pop(name, None)
+    request.update(_RECORDING)
+    if config.top_logprobs_num and wishes.top_logprobs:
+        _check_top_logprobs(config, wishes.top_logprobs)
+        # the flat form carries no token texts, which the client is to see
+        for name in ("return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs_b64"):
+            request.pop(name)
+    return request
+
+
+def added_fields(body: Mapping[str, Any], request: Mapping[str, Any]) -> str:
+    """What the engine was asked beyond the client's own words, to explain its refusal."""
+    added = {name: value for name, value in request.items() if name not in body or body[name] != value}
+    return ", ".join(f"{name} = {value!r}" for name, value in added.items())
+
+
+def client_reply(answer: dict[str, Any], wishes: Wishes) -> dict[str, Any]:
+    """The engine's answer without what its client did not ask for. The answer is used up.
+
+    Raises:
+        ValueError: fewer alternatives than the client asked for.
+    """
+    choice = answer["choices"][0]
+    if not wishes.prompt_token_ids:
+        choice.pop("prompt_token_ids")
+    meta_info = choice.pop("meta_info")
+    if wishes.meta_info:
+        hidden = _CANDIDATES if wishes.logprobs else _CANDIDATES + _LOG_PROBS
+        choice["meta_info"] = {name: value for name, value in meta_info.items() if not name.startswith(hidden)}
+    if not wishes.logprobs:
+        choice["logprobs"] = None
+        return answer
+    for place, token in enumerate((choice.get("logprobs") or {}).get("content") or ()):
+        alternatives = token.get("top_logprobs") or []
+        if len(alternatives) < wishes.top_logprobs:
+            raise ValueError(
+                f"logprobs.content[{place}]: {len(alternatives)} alternatives came and the client asked for "
+                f"{wishes.top_logprobs}; were they merged by token text? ask without top_logprobs"
+            )
+        token["top_logprobs"] = alternatives[: wishes.top_logprobs]
+    return answer
+
+
+def _check_shape(body: Mapping[str, Any]) -> None:
+    """As much as this server itself relies on; the engine checks the rest."""
+    for name in ("messages", "tools"):
+        value = body.get(name)
+        if value is None and name == "tools":
+            continue
+        if not (isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)):
+            raise ValueError(f"{name} = {str(value)[:80]}: give a list of objects")
+    for tool in body.get("tools") or ():
+        if not isinstance(tool.get("function") or {}, Mapping):
+            raise ValueError(f"tools: function = {str(tool['function'])[:80]}: give an object")
+    for message in body["messages"]:
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if isinstance(kind, str) and any(word in kind for word in _NOT_TEXT):
+                raise ValueError(f"a message part of type {kind}: a Sample holds token ids alone, so only text can be trained on")
+
+
+def _check_top_logprobs(config: ScoreCenteringConfig, wanted: int) -> None:
+    if config.mode == "support":
+        raise ValueError(
+            f"top_logprobs = {wanted} while sampling is filtered: the engine reports the support then and no alternatives; "
+            "leave top_logprobs out"
+        )
+    if wanted > config.top_logprobs_num:
+        raise ValueError(
+            f"top_logprobs = {wanted}: the run records --rollout-top-logprobs-num {config.top_logprobs_num}; ask for at most that"
+        )
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r}: give true or false")
+    return bool(value)

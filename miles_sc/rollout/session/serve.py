@@ -1,0 +1,147 @@
+"""``miles-sc serve-session``: the server as a process."""
+
+import argparse
+import asyncio
+import ipaddress
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from miles_sc.config import ScoreCenteringConfig
+from miles_sc.rollout.engines.sglang.client import ClientSettings, EngineClient
+from miles_sc.rollout.session.app import SessionServer, SessionSettings, create_app
+from miles_sc.rollout.session.limits import add_limit_arguments, limits_from_args
+from miles_sc.rollout.session.relay import Relay
+
+_GRACE_SECONDS = 5
+# longer than clients keep idle connections (httpx, and so OpenAI's client: 5 s): one closed here first fails under their next call
+_KEEP_ALIVE_SECONDS = 75
+
+
+def add_serve_session_arguments(parser: argparse.ArgumentParser) -> None:
+    """Every flag of ``miles-sc serve-session``."""
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)")
+    server.add_argument("--port", type=int, default=8500, help="0 takes a free one (default: %(default)s)")
+    server.add_argument("--api-key", metavar="KEY", help="bearer token that clients must present (default: none)")
+    _add_engine(parser.add_argument_group("engine"))
+    _add_sampler(parser.add_argument_group("sampler, as the run trains on it"))
+    add_limit_arguments(parser.add_argument_group("limits"))
+
+
+def serve_session(args: argparse.Namespace) -> int:
+    """Serves until it is stopped; 0 after SIGTERM.
+
+    Raises:
+        ValueError: flags that do not go together, or an engine that does not answer.
+        KeyboardInterrupt: after Ctrl-C, when everything has been closed.
+    """
+    config = ScoreCenteringConfig.from_args(args)
+    limits = limits_from_args(args)
+    vocab_size = asyncio.run(_vocabulary(args, config))
+    _warn_of_exposure(args)
+    engine = EngineClient(args.engine_url, _client_settings(args), api_key=args.engine_api_key)
+    relay = Relay(engine.url, timeout=args.engine_timeout, connections=args.engine_connections, api_key=args.engine_api_key)
+    server = SessionServer(engine, relay, SessionSettings(config, vocab_size, limits, args.api_key))
+    _Uvicorn(server, host=args.host, port=args.port).run()
+    return 0
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--engine-url", required=True, metavar="URL", help="SGLang server, or a router before several")
+    add("--engine-api-key", metavar="KEY", help="bearer token that the engine wants")
+    add("--engine-timeout", type=float, default=600.0, metavar="S", help="seconds for one answer (default: %(default)s)")
+    add("--engine-connections", type=int, default=256, metavar="N", help="calls under way at once (default: %(default)s)")
+    add("--vocab-size", type=int, metavar="N", help="the model's (default: from the engine's model directory, if it is here)")
+
+
+def _add_sampler(group: argparse._ArgumentGroup) -> None:
+    add, sampler = group.add_argument, ScoreCenteringConfig()
+    add(
+        "--rollout-top-logprobs-num", type=int, default=0, metavar="K",
+        help="candidates recorded per generated token; 0 is off (default: %(default)s)",
+    )  # fmt: skip
+    for name, kind, metavar, text in (
+        ("temperature", float, "T", "sampler's temperature"),
+        ("top_p", float, "P", "nucleus of the sampler; 1 is unfiltered"),
+        ("top_k", int, "N", "top-k of the sampler; -1 is unfiltered"),
+    ):
+        flag = f"--rollout-{name.replace('_', '-')}"
+        add(flag, type=kind, default=getattr(sampler, name), metavar=metavar, help=f"{text} (default: %(default)s)")
+
+
+def _client_settings(args: argparse.Namespace) -> ClientSettings:
+    return ClientSettings(request_timeout=args.engine_timeout, max_connections=args.engine_connections)
+
+
+async def _vocabulary(args: argparse.Namespace, config: ScoreCenteringConfig) -> int | None:
+    """The engine's vocabulary, which bounds K; also shows that the engine answers."""
+    engine = EngineClient(args.engine_url, _client_settings(args), api_key=args.engine_api_key)
+    try:
+        model = await engine.get("/get_model_info")
+    finally:
+        await engine.close()
+    vocab_size = args.vocab_size or _vocabulary_of(model)
+    if vocab_size is None and config.top_logprobs_num:
+        raise ValueError(
+            f"the vocabulary of {model.get('model_path')!r} cannot be read on this machine and bounds the candidates that may "
+            "be asked for: set --vocab-size"
+        )
+    if vocab_size is not None:
+        config.check_vocabulary(vocab_size)
+    return vocab_size
+
+
+def _vocabulary_of(model: dict[str, Any]) -> int | None:
+    path = Path(str(model.get("model_path"))) / "config.json"
+    if not path.is_file():
+        return None
+    described = json.loads(path.read_text())
+    return described.get("vocab_size") or (described.get("text_config") or {}).get("vocab_size")
+
+
+def _warn_of_exposure(args: argparse.Namespace) -> None:
+    if _is_loopback(args.host):
+        return
+    who = "whoever has the key" if args.api_key else "anybody who reaches this machine (set --api-key)"
+    print(f"miles-sc: warning: --host {args.host} is open to the network: {who} can sample and read sessions", file=sys.stderr)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Uvicorn(uvicorn.Server):
+    """Says where it listens; ends the sessions first when it is stopped, so that no call is waited for."""
+
+    def __init__(self, server: SessionServer, *, host: str, port: int) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(server),
+                host=host,
+                port=port,
+                log_level="warning",
+                access_log=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=_GRACE_SECONDS,
+            )
+        )
+        self._sessions = server.sessions
+
+    async def startup(self, sockets: list | None = None) -> None:
+        await super().startup(sockets)
+        for listener in self.servers:
+            for socket in listener.sockets:
+                host, port = socket.getsockname()[:2]
+                print(f"session server: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
+    async def shutdown(self, sockets: list | None = None) -> None:
+        self._sessions.end_all("the server stops")
+        await super().shutdown(sockets)

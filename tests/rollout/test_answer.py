@@ -1,0 +1,136 @@
+"""What reading an answer costs in objects, and what it makes of the odd but valid ones."""
+
+import sys
+
+import numpy as np
+import orjson
+import pytest
+
+from miles_sc.candidates import AGREEMENT
+from miles_sc.rollout.answer import read_generated_tokens
+from tests.samples import FORMS, VOCAB, K, answer, in_form, support_answer
+
+TOKENS, TOP = "output_token_logprobs", "output_top_logprobs"
+
+
+def read(meta, *, k=K, mode="selected", vocab_size=VOCAB):
+    return read_generated_tokens(meta, k=k, mode=mode, vocab_size=vocab_size)
+
+
+def answer_of(rows, k, form, vocab=1000):
+    """The likeliest token of each row is sampled; every id differs from its neighbours', in the row and below it."""
+    log_probs = -np.log(2 * k) - np.linspace(0, 1, k, dtype=np.float32)
+    ids = [[(7 * row + 3 * slot) % vocab for slot in range(k)] for row in range(rows)]
+    top = [[[float(value), token, None] for value, token in zip(log_probs, row, strict=True)] for row in ids]
+    return in_form({TOKENS: [[row[0][0], row[0][1], None] for row in top], TOP: top, "completion_tokens": rows}, form)
+
+
+def most_objects(rows, k, form):
+    """How many small objects are alive at once while an answer's bytes are read, seen at every call and return on the way."""
+    body, counts = orjson.dumps(answer_of(rows, k, form)), []
+
+    def look(*_):
+        counts[-1] = max(counts[-1], sys.getallocatedblocks() - before)
+
+    for _ in range(3):
+        before = sys.getallocatedblocks()
+        counts.append(0)
+        sys.setprofile(look)
+        try:
+            read(orjson.loads(body), k=k, vocab_size=1000)
+        finally:
+            sys.setprofile(None)
+    return min(counts)  # the first reading also makes what is made once
+
+
+def test_base64_candidates_become_no_python_objects():
+    rows, few, many = 64, 8, 128
+    few_objects, many_objects = most_objects(rows, few, "b64"), most_objects(rows, many, "b64")
+    assert abs(many_objects - few_objects) < few
+    # the count does grow where every candidate is an object
+    assert most_objects(rows, many, "nested") - most_objects(rows, few, "nested") > rows * (many - few)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_arrays_have_their_types_whatever_the_form(form):
+    generated = read(answer(form=form))
+    assert (generated.token_ids.dtype, generated.log_probs.dtype) == (np.int64, np.float64)
+    assert (generated.candidates.token_ids.dtype, generated.candidates.log_probs.dtype) == (np.int32, np.float32)
+    assert len(generated) == 3 and generated.weight_versions == ["7"] * 3 and generated.finish_reason == "length"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("text", [None, " a", ""])
+def test_text_beside_a_number_is_not_looked_at(form, text):
+    meta = answer()
+    for entry in [*meta[TOKENS], *(entry for row in meta[TOP] for entry in row)]:
+        entry[2] = text
+    generated, plain = read(in_form(meta, form)), read(answer())
+    np.testing.assert_array_equal(generated.candidates.token_ids, plain.candidates.token_ids)
+    np.testing.assert_array_equal(generated.candidates.log_probs, plain.candidates.log_probs)
+
+
+@pytest.mark.parametrize("form", ["nested", "flat"])
+def test_a_certain_token_may_be_written_as_a_whole_number(form):
+    meta = answer(1)
+    meta[TOP] = [[[0, 1, None], [-20, 0, None], [-30.0, 2, None], [-31.0, 3, None]]]
+    meta[TOKENS] = [[0, 1, None]]
+    generated = read(in_form(meta, form))
+    assert generated.log_probs.tolist() == [0.0] and generated.token_ids.tolist() == [1]
+    assert generated.candidates.log_probs[0].tolist() == [0.0, -20.0, -30.0, -31.0]
+
+
+@pytest.mark.parametrize("difference, agrees", [(0.5 * AGREEMENT, True), (2 * AGREEMENT, False)])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sampled_token_agrees_with_its_candidate_to_rounding(form, difference, agrees):
+    meta = answer(form=form)
+    meta[TOKENS][2][0] -= difference
+    if agrees:
+        assert read(meta).log_probs[2] == meta[TOKENS][2][0]
+    else:
+        with pytest.raises(ValueError, match="row 2: the sampled token's log-prob differs by 0.0002"):
+            read(meta)
+
+
+@pytest.mark.parametrize("width", [1, K - 1, K])
+def test_supports_of_one_width_fill_as_many_slots(width):
+    generated = read(support_answer(5, width=width), mode="support")
+    assert generated.support.lengths.tolist() == [width] * 5
+    assert ((generated.candidates.token_ids >= 0).sum(axis=1) == width).all()
+    assert generated.candidates.token_ids[:, :width].ravel().tolist() == generated.support.ids.tolist()
+    assert np.isneginf(generated.candidates.log_probs[:, width:]).all()
+
+
+def test_the_support_keeps_its_own_ids():
+    """Arrays of a sample can be cut and joined apart: none is a view of another."""
+    generated = read(support_answer(4, width=K), mode="support")
+    assert not np.shares_memory(generated.candidates.token_ids, generated.support.ids)
+
+
+SPANS = [
+    ([(0, 3)], ["a"] * 3),
+    ([(0, 1), (1, 3)], ["a", "b", "b"]),
+    ([(0, 2), (1, 2)], None),
+    ([(1, 4)], None),
+    ([(0, 1), (2, 3)], None),
+    ([(0, 4)], None),
+    ([(0, 2)], None),
+    ([(0, 4), (4, 3)], None),
+]
+
+
+@pytest.mark.parametrize("spans, versions", SPANS)
+def test_every_token_has_one_weight_version(spans, versions):
+    named = [{"version": name, "start": start, "end": end} for name, (start, end) in zip("ab", spans, strict=False)]
+    meta = answer() | {"weight_versions": named}
+    if versions:
+        assert read(meta).weight_versions == versions
+    else:
+        with pytest.raises(ValueError, match="weight_versions = .* for 3 generated tokens: every token was sampled by one"):
+            read(meta)
+
+
+@pytest.mark.parametrize("options, message", [({"k": -1}, "k = -1: give a number"), ({"mode": "all"}, "mode = 'all': choose")])
+def test_unknown_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        read(answer(), **options)
