@@ -112,6 +112,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         help="what generates: a sampler in the trainer's own process, or SGLang servers (default: %(default)s)",
     )  # fmt: skip
     add("--rollout-num-engines", type=int, default=1, metavar="N", help="SGLang servers to launch (default: %(default)s)")
+    add("--rollout-num-gpus-per-engine", type=int, default=1, metavar="N", help="GPUs of each (default: %(default)s)")
     add(
         "--rollout-external-engine-addrs", nargs="+", metavar="HOST:PORT",
         help="running SGLang servers to connect to; none is launched then",

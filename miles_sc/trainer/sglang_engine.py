@@ -52,6 +52,7 @@ def sglang_settings(args: argparse.Namespace) -> SglangSettings:
     router = args.sglang_router
     return SglangSettings(
         num_engines=args.rollout_num_engines,
+        gpus_per_engine=args.rollout_num_gpus_per_engine,
         external_addresses=tuple(args.rollout_external_engine_addrs or ()),
         python=args.sglang_python or sys.executable,
         server_args=tuple(shlex.split(args.sglang_server_args)),

@@ -20,6 +20,7 @@ _AT_LEAST = {
     "rollout_staleness": 0, "micro_batch_size": 1, "max_tokens_per_gpu": 1, "global_batch_size": 1, "num_steps_per_rollout": 1,
     "actor_num_gpus_per_node": 1, "eval_interval": 0, "save_interval": 1, "compare_seeds": 1, "rollout_seed": 0,
     "lr_warmup_iters": 0, "max_turns": 1, "over_sampling_batch_size": 1, "rollout_num_engines": 1, "sglang_server_concurrency": 1,
+    "rollout_num_gpus_per_engine": 1,
 }  # fmt: skip
 
 
@@ -42,6 +43,7 @@ _WITHOUT_EFFECT = (
          and args.rollout_engine != "sglang")
         for flag, name, default in (
             ("--rollout-num-engines", "rollout_num_engines", 1),
+            ("--rollout-num-gpus-per-engine", "rollout_num_gpus_per_engine", 1),
             ("--rollout-external-engine-addrs", "rollout_external_engine_addrs", None),
             ("--sglang-python", "sglang_python", None),
             ("--sglang-server-args", "sglang_server_args", ""),

@@ -71,7 +71,7 @@ def test_a_real_server_passes_everything(server, visit, temperature):
     status, findings, engines = visit("--endpoint", server.url, "--rollout-temperature", temperature, *SAMPLER)
     assert {place: it["came"] for place, it in findings.items() if it["verdict"] != "ok"} == {}
     assert status == 0 and engines == {}
-    assert findings["native", "form"]["came"] == findings["chat", "form"]["came"] == "flat, base64"
+    assert findings["native", "form"]["came"] == findings["chat", "form"]["came"] == "flat base64"
     for route in ("native", "chat"):
         assert findings[route, "candidates"]["came"] == "64 of 64 on every token"
         assert "to the power of 1.00" in findings[route, "temperature"]["came"]

@@ -114,8 +114,8 @@ def draft(meta):
 LOST = {"temperature": UNKNOWN}  # nothing could be read
 NESTED = {"form": NOTE}  # the edited answer is a nested one
 BROKEN = [  # layer, what is told, the check to look at, what came, the remedy
-    (bad.drops_flat, {"form": NOTE}, "form", "nested", "works, with larger answers .*return_flat_raw_output_top_logprobs"),
-    (bad.drops_base64, {"form": NOTE}, "form", "flat", "works, with larger answers"),
+    (bad.drops_flat, {"form": NOTE}, "form", "nested lists", "works, with larger answers .*return_flat_raw_output_top_logprobs"),
+    (bad.drops_base64, {"form": NOTE}, "form", "flat lists", "works, with larger answers"),
     (bad.drops_candidates, {"candidates": FAILED, **LOST}, "candidates", "none on 4 tokens", "passes top_logprobs_num"),
     (when_recording(bad.caps_at_20), {"candidates": FAILED, **NESTED}, "candidates", "20 of 32 on every token",
      "passes more than 20, the OpenAI API's limit; or set --rollout-top-logprobs-num 20"),
@@ -148,6 +148,31 @@ def test_what_breaks_candidates_is_named_with_its_remedy(engine, layer, verdicts
     findings = probe(engine, layer)
     assert told(findings) == verdicts
     assert_says(findings[check], came, remedy)
+
+
+JUNK = [None, 5, "x", [], [5], [None], {"a": 1}, float("nan"), [[None]]]
+B64 = [f"output_top_logprobs_{name}_flat_b64" for name in ("val", "idx")]
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "fields"),
+    [
+        (SELECTED, bad.honestly, [bad.TOKENS, "output_top_logprobs_shape", *B64]),
+        (SELECTED, bad.drops_flat, [bad.TOKENS, bad.TOP, "weight_versions"]),
+        (SUPPORT, bad.honestly, [bad.TOKENS, bad.MASK, bad.MASK_LOG_PROBS, "completion_tokens", "finish_reason"]),
+    ],
+)
+def test_whatever_stands_in_a_field_is_judged(engine, config, layer, fields):
+    # absent is as good as null; the rest has no default
+    for field, junk in itertools.product(fields, JUNK):
+        if junk is None and field in ("completion_tokens", "weight_versions"):
+            continue
+
+        def spoil(engine, path, body, field=field, junk=junk):
+            answer = layer(engine, path, body)
+            return answer | {"meta_info": answer["meta_info"] | {field: junk}} if bad.recording(body) else answer
+
+        assert FAILED in told(probe(engine, spoil, config)).values(), (field, junk)
 
 
 SUPPORT_LOST = {"support temperature": UNKNOWN}

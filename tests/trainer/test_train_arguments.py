@@ -293,6 +293,7 @@ def test_defaults_pass_and_are_stated_as_they_are():
         ("--observation no", "--observation has no effect without --max-turns of at least 2"),
         ("--partial-rollout", "--partial-rollout has no effect without --over-sampling-batch-size"),
         ("--rollout-num-engines 2", "--rollout-num-engines has no effect without --rollout-engine sglang"),
+        ("--rollout-num-gpus-per-engine 2", "--rollout-num-gpus-per-engine has no effect without --rollout-engine sglang"),
         ("--rollout-external-engine-addrs h:1", "--rollout-external-engine-addrs has no effect without --rollout-engine sglang"),
         ("--sglang-python p", "--sglang-python has no effect without --rollout-engine sglang"),
         ("--sglang-server-args=--tp", "--sglang-server-args has no effect without --rollout-engine sglang"),

@@ -24,7 +24,8 @@ class Diagnosis:
 
 
 def diagnose(meta_info: Mapping[str, Any], config: ScoreCenteringConfig, error: ValueError) -> Diagnosis:
-    """
+    """Tells a known cause by what is left of the answer.
+
     Args:
         error: what reading ``meta_info`` has raised; quoted where the cause is none of the known ones.
     """
@@ -38,7 +39,7 @@ def diagnose(meta_info: Mapping[str, Any], config: ScoreCenteringConfig, error: 
             "support": "return_sampling_mask and sampling_logprobs_mode",
         }
         return Diagnosis(amount, f"none on {len(sampled)} tokens", f"{BYPASS} {asked[config.mode]}")
-    if {len(counts), meta_info.get("completion_tokens", len(counts))} != {len(sampled)}:
+    if any(count != len(sampled) for count in (len(counts), meta_info.get("completion_tokens", len(counts)))):
         return Diagnosis(rows, quoted(error), "something on the way cuts or repeats rows: ask the engine itself and compare")
     if config.mode == "selected" and counts and min(counts) < config.top_logprobs_num:
         return _too_few(amount, counts, config.top_logprobs_num)

@@ -15,6 +15,12 @@ from miles_sc.rollout.probe.distribution import TIE, Head, first_head
 from miles_sc.rollout.probe.finding import Finding, Verdict
 
 _TOKENS = 4
+_BEST_FORM = "flat base64"
+_FORMS = {
+    "output_top_logprobs_idx_flat_b64": _BEST_FORM,
+    "output_top_logprobs_idx_flat": "flat lists",
+    "output_top_logprobs": "nested lists",
+}
 
 
 async def check_recording(asker: Asker) -> tuple[list[Finding], Head | None]:
@@ -109,24 +115,13 @@ def _support_lengths(asker: Asker, config: ScoreCenteringConfig, generated: Gene
 
 
 def _form(asker: Asker, meta_info: Mapping[str, Any]) -> list[Finding]:
-    if "output_top_logprobs_idx_flat_b64" in meta_info:
-        return [asker.found("form", Verdict.OK, "flat, base64")]
-    came = next(
-        (
-            form
-            for field, form in (("output_top_logprobs_idx_flat", "flat"), ("output_top_logprobs", "nested"))
-            if meta_info.get(field)
-        ),
-        None,
-    )
-    if came is None:
+    form = next((form for field, form in _FORMS.items() if meta_info.get(field)), None)
+    if form is None:
         return []
-    return [
-        asker.found(
-            "form", Verdict.NOTE, f"{came}, and flat base64 was asked for",
-            "works, with larger answers that read more slowly; SGLang 0.5.23 knows return_flat_raw_output_top_logprobs",
-        )
-    ]  # fmt: skip
+    if form == _BEST_FORM:
+        return [asker.found("form", Verdict.OK, form)]
+    remedy = "works, with larger answers that read more slowly; SGLang 0.5.23 knows return_flat_raw_output_top_logprobs"
+    return [asker.found("form", Verdict.NOTE, f"{form}, and {_BEST_FORM} was asked for", remedy)]
 
 
 def _fields(asker: Asker, meta_info: Mapping[str, Any]) -> list[Finding]:

@@ -94,12 +94,16 @@ class SglangEngine:
             self._calls.discard(call)
             call.set_result(None)
 
+    async def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole answer to one small request, by the very route of generations: for asking what the route delivers."""
+        return await (self._route or self._servers[0].generations).ask(path, body, dict)
+
     async def update_weights(self, state: State, version: str) -> None:
         """See `Engine`; calls under way continue under the new weights.
 
         Args:
-            state: whole tensors under their names in the checkpoint. Numpy arrays are kept until the next update, to be sent again
-                to a server that has lost them, and must not be written to.
+            state: whole tensors under their names in the checkpoint. Numpy arrays must not be written to until the next update:
+                they are kept, to be sent again to a server that has lost them.
             version: any name but SGLang's ``default``.
 
         Raises:

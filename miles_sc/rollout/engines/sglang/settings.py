@@ -43,7 +43,7 @@ class SglangSettings:
         environment: variables for the launched servers, besides those of this process.
         use_router: launch SGLang's router before the servers; its package must be there for this process's interpreter.
         router_args: flags for the launched router.
-        router_url: a router that already runs and knows the servers. Whatever routes generations, control calls go to each server.
+        router_url: a router that already runs and knows the servers. With any router, control calls still go to each server.
         start_timeout: seconds until a launched process must be healthy.
         stop_timeout: seconds that a process is given to end by itself before it is killed.
         update_weights_by: ``disk``, a checkpoint in the log directory, which every server must be able to read; ``distributed``,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import shutil
 import socket
 import tempfile
@@ -281,9 +282,12 @@ def _shared_by_name() -> Iterator[None]:
     """Tensors pickled inside are shared under a name that any process of this machine can open, not by a file descriptor."""
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
+    # torch's manager of the names lives as long as a server does, and whoever reads our stderr would wait for it
+    os.set_inheritable(2, False)
     try:
         yield
     finally:
+        os.set_inheritable(2, True)
         torch.multiprocessing.set_sharing_strategy(before)
 
 
