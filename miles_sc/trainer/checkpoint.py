@@ -20,8 +20,8 @@ _NAME = re.compile(r"step_(\d+)")
 _MAY_CHANGE = {
     "command", "num_rollout", "eval_interval", "save_interval", "output_dir", "save", "load", "save_hf", "overwrite",
     "use_tensorboard", "custom_config_path", "compare", "compare_seeds", "ci_test", "rollout_num_engines",
-    "rollout_num_gpus_per_engine", "rollout_external_engine_addrs", "sglang_python", "sglang_server_args", "sglang_router", "update_weights_by",
-    "sglang_server_concurrency", "rollout_request_timeout", "rollout_start_timeout",
+    "rollout_num_gpus_per_engine", "rollout_external_engine_addrs", "sglang_python", "sglang_server_args", "sglang_router",
+    "update_weights_by", "sglang_server_concurrency", "rollout_request_timeout", "rollout_start_timeout",
 }  # fmt: skip
 
 
