@@ -97,6 +97,13 @@ def test_what_is_asked_follows_the_flags(engine, visit, flags, routes, checks):
     assert len(set(places)) == len(places)
 
 
+@pytest.mark.parametrize("some", [bad.asks_for_candidates, bad.asks_for_support])
+def test_of_what_both_modes_look_at_the_worse_counts(engine, visit, some):
+    with bad.served(engine, bad.editing(lambda meta: meta.pop("finish_reason"), of=some)) as url:
+        status, output = visit("--endpoint", url, "--json", "--route", "native", "--mode", "both", *MODEL)
+    assert status == 1 and verdicts(output)["native", "fields"] == "fails"
+
+
 def test_the_model_that_chat_asks_for(engine, visit):
     with bad.served(engine) as url:
         for flags, name in (([], "tiny"), (["--model", "other"], "other")):

@@ -74,8 +74,8 @@ def test_a_real_server_passes_everything(server, visit, temperature):
     assert findings["native", "form"]["came"] == findings["chat", "form"]["came"] == "flat base64"
     for route in ("native", "chat"):
         assert findings[route, "candidates"]["came"] == "64 of 64 on every token"
-        assert "to the power of 1.00" in findings[route, "temperature"]["came"]
-        assert "to the power of 1.00" in findings[route, "support temperature"]["came"]
+        assert "log-probs go with 1/T^1.00" in findings[route, "temperature"]["came"]
+        assert "log-probs go with 1/T^1.00" in findings[route, "support temperature"]["came"]
 
 
 def test_the_router_is_told_what_it_breaks(server, router, visit):

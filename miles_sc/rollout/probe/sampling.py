@@ -40,7 +40,7 @@ async def check_distribution(asker: Asker, run: Head | None) -> list[Finding]:
     if run is not None:
         findings.append(_alignment(asker, f"{prefix}alignment", run, heads[1]))
     if filtered:
-        findings.append(await _support_values(asker, f"{prefix}values", heads[1] if run is None else run))
+        findings.append(await _support_values(asker, f"{prefix}values", heads[1]))
     return findings
 
 
@@ -55,7 +55,7 @@ def _temperature(asker: Asker, check: str, temperatures: Sequence[float], heads:
             f"{_ONE_MODEL} If so, it is flat after this prompt",
         )
     exponent, fit = followed
-    came = f"{at}: log-probs go with 1/T to the power of {exponent:.2f}, and 1 is right"
+    came = f"{at}: log-probs go with 1/T^{exponent:.2f}"
     if abs(exponent - 1) <= EXPONENT_TOLERANCE:
         return asker.found(check, Verdict.OK, came)
     if fit < GOOD_FIT:
@@ -66,7 +66,12 @@ def _temperature(asker: Asker, check: str, temperatures: Sequence[float], heads:
             "way overwrites the temperature"
         )
         return asker.found(check, Verdict.FAILED, f"{at}: the same log-probs", remedy)
-    return asker.found(check, Verdict.FAILED, came, f"does something on the way change the temperature? If not: {_ONE_MODEL}")
+    return asker.found(
+        check,
+        Verdict.FAILED,
+        f"{came} and not with 1/T",
+        f"does something on the way change the temperature? If not: {_ONE_MODEL}",
+    )
 
 
 def _alignment(asker: Asker, check: str, run: Head, alone: Head) -> Finding:

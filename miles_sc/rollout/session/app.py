@@ -5,60 +5,45 @@ import contextlib
 import hmac
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import orjson
 from fastapi import Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from miles_sc.config import ScoreCenteringConfig
-from miles_sc.rollout.engines.sglang.client import EngineClient, EngineError
 from miles_sc.rollout.session.assemble import assemble_samples
-from miles_sc.rollout.session.calls import answered_with, attended, parse_object, read_body
-from miles_sc.rollout.session.errors import SessionError
+from miles_sc.rollout.session.calls import attended, parse_object, read_body
+from miles_sc.rollout.session.errors import SessionError, answered_with
+from miles_sc.rollout.session.exchange import CHAT, Recorder
 from miles_sc.rollout.session.limits import SessionLimits
 from miles_sc.rollout.session.memory import return_memory
-from miles_sc.rollout.session.proxy import Wishes, added_fields, client_reply, engine_request
-from miles_sc.rollout.session.record import RecordedTurn, read_turn
+from miles_sc.rollout.session.record import RecordedTurn
 from miles_sc.rollout.session.relay import Relay
 from miles_sc.rollout.session.sessions import Session, Sessions
-from miles_sc.rollout.session.stream import event_stream
 from miles_sc.rollout.session.wire import encode_samples
 
-CHAT = "/v1/chat/completions"
 _HOUSEKEEPING_SECONDS = 1.0
-# Refusals that are about the engine's credentials or addresses, not about what the client said.
-_OUR_FAULT = frozenset({401, 403, 404, 405})
-
-
-@dataclass(frozen=True)
-class SessionSettings:
-    """What all sessions of a server have in common.
-
-    Attributes:
-        config: sampler and candidates of the run; K = 0 records tokens and log-probs alone.
-        vocab_size: the engine's; None leaves ids unbounded.
-        limits: see `SessionLimits`.
-        api_key: what clients must present as a bearer token; None lets everybody in.
-    """
-
-    config: ScoreCenteringConfig
-    vocab_size: int | None
-    limits: SessionLimits = SessionLimits()
-    api_key: str | None = None
 
 
 class SessionServer:
     """Sessions before one engine.
 
     Calls of one session may be under way at the same time; each starts or continues a branch, see `assemble_samples`.
+
+    Args:
+        recorder: asks the engine on behalf of recorded sessions; closed with the server.
+        relay: passes evaluation through; closed with the server.
+        api_key: what clients must present as a bearer token; None lets everybody in.
     """
 
-    def __init__(self, engine: EngineClient, relay: Relay, settings: SessionSettings) -> None:
-        self.sessions = Sessions(settings.limits)
-        self._engine = engine
+    def __init__(
+        self, recorder: Recorder, relay: Relay, limits: SessionLimits, *, api_key: str | None = None
+    ) -> None:
+        self.sessions = Sessions(limits)
+        self._recorder = recorder
         self._relay = relay
-        self._settings = settings
+        self._limits = limits
+        self._api_key = api_key
         # one at a time: a sample in the making takes twice its session's memory
         self._assembly = ThreadPoolExecutor(1, thread_name_prefix="miles-sc-assembly")
 
@@ -72,7 +57,7 @@ class SessionServer:
         return _json({"session_id": self.sessions.create(evaluation=evaluation).id})
 
     async def overview(self) -> Response:
-        sessions, limits = self.sessions, asdict(self._settings.limits)
+        sessions, limits = self.sessions, asdict(self._limits)
         return _json({"sessions": len(sessions), "bytes_held": sessions.nbytes, "limits": limits})
 
     async def describe(self, session_id: str) -> Response:
@@ -92,7 +77,7 @@ class SessionServer:
         if session.calls:
             raise SessionError(f"{session.calls} calls of session {session_id} are under way: wait for them", 409, "busy")
         with answered_with(422, "cannot_assemble"):
-            body, dropped = await self._assemble(session.turns, asked.get("history", "linear"))
+            body, dropped = await self._assemble(tuple(session.turns), asked.get("history", "linear"))
         return Response(body, headers={"x-dropped-tokens": str(dropped)}, media_type="application/octet-stream")
 
     # --- what agents call
@@ -111,25 +96,9 @@ class SessionServer:
 
     async def _recorded(self, session: Session, request: Request, body: bytes, arrival: int) -> Response:
         asked = parse_object(body)
-        with answered_with(400, "refused"):
-            wishes = Wishes.of(asked)
-            to_engine = engine_request(self._settings.config, asked, wishes)
-
-        def read(answer: dict) -> tuple[RecordedTurn, bytes]:
-            turn = read_turn(answer, self._settings.config, vocab_size=self._settings.vocab_size, arrival=arrival)
-            reply = client_reply(answer, wishes)
-            return turn, event_stream(reply, usage=wishes.usage) if wishes.stream else orjson.dumps(reply)
-
-        try:
-            turn, reply = await attended(request, session, self._engine.ask(CHAT, to_engine, read))
-        except SessionError:
-            raise
-        except EngineError as error:
-            raise _told_by_engine(error, added_fields(asked, to_engine)) from error
-        except ValueError as error:  # what `read` found
-            raise SessionError(str(error), 502, "not_recorded") from error
-        self.sessions.record(session, turn)
-        return Response(reply, media_type="text/event-stream" if wishes.stream else "application/json")
+        exchange = await attended(request, session, self._recorder.exchange(asked, session.said, arrival))
+        self.sessions.record(session, exchange)
+        return Response(exchange.reply, media_type=exchange.media_type)
 
     # --- life
 
@@ -140,12 +109,12 @@ class SessionServer:
         housekeeping.cancel()
         await asyncio.gather(housekeeping, return_exceptions=True)
         self._assembly.shutdown(cancel_futures=True)
-        await self._engine.close()
+        await self._recorder.close()
         await self._relay.close()
 
     async def admit(self, request: Request) -> None:
         """Raises SessionError, 401, for a call without the key."""
-        key = self._settings.api_key
+        key = self._api_key
         presented = request.headers.get("authorization", "").removeprefix("Bearer ")
         if key is not None and not hmac.compare_digest(presented.encode(), key.encode()):
             raise SessionError("the server's API key is missing or wrong: send it as Authorization: Bearer KEY", 401, "no_key")
@@ -169,7 +138,7 @@ class SessionServer:
         return await asyncio.get_running_loop().run_in_executor(self._assembly, assemble)
 
     async def _body(self, request: Request) -> bytes:
-        return await read_body(request, self._settings.limits.max_body_bytes)
+        return await read_body(request, self._limits.max_body_bytes)
 
 
 def create_app(server: SessionServer) -> FastAPI:
@@ -210,30 +179,6 @@ async def _tell_defect(request: Request, error: Exception) -> Response:
     # its traceback is in the server's log
     message = f"the session server failed: {type(error).__name__}: {error}"
     return await _tell(request, SessionError(message, 500, "internal_error"))
-
-
-def _told_by_engine(error: EngineError, added: str) -> SessionError:
-    """The engine's refusal of what its client said stays the client's; what the engine lacks is a fault behind this server."""
-    status = error.status
-    if status is None:
-        return (
-            SessionError(str(error), 504, "engine_timeout")
-            if _timed_out(error)
-            else SessionError(str(error), 502, "engine_failed")
-        )
-    if status == 504:
-        return SessionError(str(error), 504, "engine_timeout")
-    if status in (429, 503):
-        return SessionError(str(error), 503, "engine_busy")
-    if not 400 <= status < 500 or status in _OUR_FAULT:
-        return SessionError(str(error), 502, "engine_failed")
-    return SessionError(f"{error}; the session server had added {added}", status, "engine_refused")
-
-
-def _timed_out(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, TimeoutError):
-        error = error.__cause__
-    return error is not None
 
 
 def _json(value: object) -> Response:

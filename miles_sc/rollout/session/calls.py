@@ -1,8 +1,7 @@
 """One HTTP call on the server's side: its body, its JSON, and its end when nobody waits for it any more."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import orjson
@@ -50,17 +49,6 @@ def parse_object(body: bytes, allowed: tuple[str, ...] = ()) -> dict[str, Any]:
     if unknown := allowed and set(value) - set(allowed):
         raise SessionError(f"unknown fields {sorted(unknown)}: this call takes {', '.join(allowed)}", 400, "unknown_field")
     return value
-
-
-@contextmanager
-def answered_with(status: int, code: str) -> Iterator[None]:
-    """A broken contract inside is the client's answer, with the same text."""
-    try:
-        yield
-    except SessionError:
-        raise
-    except ValueError as error:
-        raise SessionError(str(error), status, code) from error
 
 
 async def attended(request: Request, session: Session, work: Coroutine[Any, Any, T]) -> T:

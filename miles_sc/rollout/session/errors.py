@@ -1,5 +1,8 @@
 """What goes wrong, as a client is told: an HTTP status and OpenAI's error body."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import orjson
 
 
@@ -26,3 +29,14 @@ class SessionError(ValueError):
     def headers(self) -> dict[str, str]:
         """OpenAI's client repeats 409 and 5xx unless it is told that this would not help."""
         return {} if self.status in (429, 503) else {"x-should-retry": "false"}
+
+
+@contextmanager
+def answered_with(status: int, code: str) -> Iterator[None]:
+    """A ValueError inside is what the client is told, with the same text."""
+    try:
+        yield
+    except SessionError:
+        raise
+    except ValueError as error:
+        raise SessionError(str(error), status, code) from error

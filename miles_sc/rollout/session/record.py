@@ -22,12 +22,14 @@ class RecordedTurn:
         generated: what it answered, validated.
         droppable: how many of the last generated tokens a chat template may leave out when it renders the turn into the next
             prompt: the stop, and white space before it.
+        stop_token: the last generated token, if it ended the answer by itself.
     """
 
     arrival: int
     prompt_ids: np.ndarray
     generated: GeneratedTokens
     droppable: int
+    stop_token: int | None
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -68,7 +70,14 @@ def read_turn(answer: Mapping[str, Any], config: ScoreCenteringConfig, *, vocab_
     generated = read_generated_tokens(meta_info, k=config.top_logprobs_num, mode=config.mode, vocab_size=vocab_size)
     if generated.finish_reason not in ("stop", "length", "abort"):
         raise ValueError(f"finish_reason = {meta_info.get('finish_reason')!r}: only stop, length and abort are understood")
-    return RecordedTurn(arrival, _prompt_ids(choices[0], vocab_size), generated, _droppable(meta_info))
+    matched = meta_info["finish_reason"].get("matched") if isinstance(meta_info["finish_reason"], dict) else None
+    return RecordedTurn(
+        arrival=arrival,
+        prompt_ids=_prompt_ids(choices[0], vocab_size),
+        generated=generated,
+        droppable=_droppable(meta_info, matched),
+        stop_token=matched if isinstance(matched, int) and len(generated) else None,
+    )
 
 
 def _prompt_ids(choice: Mapping[str, Any], vocab_size: int | None) -> np.ndarray:
@@ -89,17 +98,16 @@ def _prompt_ids(choice: Mapping[str, Any], vocab_size: int | None) -> np.ndarray
     return array.astype(np.int32)
 
 
-def _droppable(meta_info: Mapping[str, Any]) -> int:
+def _droppable(meta_info: Mapping[str, Any], matched: int | str | None) -> int:
     texts = [entry[2] if len(entry) > 2 else None for entry in meta_info.get("output_token_logprobs") or ()]
-    count = _stop_length(meta_info.get("finish_reason"), texts)
+    count = _stop_length(matched, texts)
     while count < len(texts) and isinstance(text := texts[-1 - count], str) and text.isspace():
         count += 1
     return count
 
 
-def _stop_length(finish_reason: Any, texts: Sequence[str | None]) -> int:
+def _stop_length(matched: int | str | None, texts: Sequence[str | None]) -> int:
     """How many of the last tokens make up the stop: one token, or a stop string's."""
-    matched = finish_reason.get("matched") if isinstance(finish_reason, Mapping) else None
     if isinstance(matched, int):
         return min(1, len(texts))
     if isinstance(matched, str) and matched:

@@ -12,12 +12,14 @@ import uvicorn
 
 from miles_sc.config import ScoreCenteringConfig
 from miles_sc.rollout.engines.sglang.client import ClientSettings, EngineClient
-from miles_sc.rollout.session.app import SessionServer, SessionSettings, create_app
+from miles_sc.rollout.session.app import SessionServer, create_app
+from miles_sc.rollout.session.continuation import PromptContinuation
+from miles_sc.rollout.session.exchange import Recorder
 from miles_sc.rollout.session.limits import add_limit_arguments, limits_from_args
 from miles_sc.rollout.session.relay import Relay
 
 _GRACE_SECONDS = 5
-# longer than clients keep idle connections (httpx, and so OpenAI's client: 5 s): one closed here first fails under their next call
+# longer than clients keep idle connections (OpenAI's: 5 s): one that is closed here first would fail under their next call
 _KEEP_ALIVE_SECONDS = 75
 
 
@@ -33,19 +35,19 @@ def add_serve_session_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def serve_session(args: argparse.Namespace) -> int:
-    """Serves until it is stopped; 0 after SIGTERM.
+    """Serves until a signal stops it, which then takes its usual effect: KeyboardInterrupt after Ctrl-C.
 
     Raises:
         ValueError: flags that do not go together, or an engine that does not answer.
-        KeyboardInterrupt: after Ctrl-C, when everything has been closed.
     """
     config = ScoreCenteringConfig.from_args(args)
     limits = limits_from_args(args)
     vocab_size = asyncio.run(_vocabulary(args, config))
-    _warn_of_exposure(args)
+    warn_of_exposure(args)
     engine = EngineClient(args.engine_url, _client_settings(args), api_key=args.engine_api_key)
     relay = Relay(engine.url, timeout=args.engine_timeout, connections=args.engine_connections, api_key=args.engine_api_key)
-    server = SessionServer(engine, relay, SessionSettings(config, vocab_size, limits, args.api_key))
+    recorder = Recorder(engine, config, vocab_size, _continuation(args.tokenizer))
+    server = SessionServer(recorder, relay, limits, api_key=args.api_key)
     _Uvicorn(server, host=args.host, port=args.port).run()
     return 0
 
@@ -56,6 +58,10 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     add("--engine-api-key", metavar="KEY", help="bearer token that the engine wants")
     add("--engine-timeout", type=float, default=600.0, metavar="S", help="seconds for one answer (default: %(default)s)")
     add("--engine-connections", type=int, default=256, metavar="N", help="calls under way at once (default: %(default)s)")
+    add(
+        "--tokenizer", metavar="DIR",
+        help="the engine's tokenizer: histories go on with the tokens that were sampled, never with their text tokenised anew",
+    )  # fmt: skip
     add("--vocab-size", type=int, metavar="N", help="the model's (default: from the engine's model directory, if it is here)")
 
 
@@ -104,7 +110,15 @@ def _vocabulary_of(model: dict[str, Any]) -> int | None:
     return described.get("vocab_size") or (described.get("text_config") or {}).get("vocab_size")
 
 
-def _warn_of_exposure(args: argparse.Namespace) -> None:
+def _continuation(directory: str | None) -> PromptContinuation | None:
+    if directory is None:
+        return None
+    from transformers import AutoTokenizer
+
+    return PromptContinuation(AutoTokenizer.from_pretrained(directory))
+
+
+def warn_of_exposure(args: argparse.Namespace) -> None:
     if _is_loopback(args.host):
         return
     who = "whoever has the key" if args.api_key else "anybody who reaches this machine (set --api-key)"

@@ -4,12 +4,13 @@ import asyncio
 import bisect
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from miles_sc.rollout.session.errors import SessionError
+from miles_sc.rollout.session.exchange import Exchange
 from miles_sc.rollout.session.limits import SessionLimits, flag
 from miles_sc.rollout.session.record import RecordedTurn
 
@@ -23,6 +24,8 @@ class Session:
         id: hard to guess; whoever knows it may use the session.
         evaluation: nothing is recorded.
         turns: in the order in which their calls came in.
+        said: each turn by the digest of what had been said when it had answered.
+        prompts: how many calls' prompts came from where, see `miles_sc.rollout.session.continuation`.
         nbytes: of the recorded arrays.
         calls: under way.
         ended: set when the session ends, with ``reason``.
@@ -32,6 +35,8 @@ class Session:
         self.id = secrets.token_hex(16)
         self.evaluation = evaluation
         self.turns: list[RecordedTurn] = []
+        self.said: dict[bytes, RecordedTurn] = {}
+        self.prompts: Counter[str] = Counter()
         self.nbytes = 0
         self.calls = 0
         self.ended = asyncio.Event()
@@ -49,6 +54,7 @@ class Session:
             "turns": len(self.turns),
             "generated_tokens": sum(len(turn.generated) for turn in self.turns),
             "prompt_tokens": sum(turn.prompt_ids.size for turn in self.turns),
+            "prompts": dict(self.prompts),
             "bytes_held": self.nbytes,
             "weight_versions": list(versions),
             "calls_under_way": self.calls,
@@ -110,7 +116,7 @@ class Sessions:
             return
         self.nbytes -= session.nbytes
         self.released += session.nbytes
-        session.turns, session.nbytes, session.reason = [], 0, reason
+        session.turns, session.said, session.nbytes, session.reason = [], {}, 0, reason
         self._reasons[session.id] = reason
         while len(self._reasons) > _REMEMBERED_ENDS:
             self._reasons.popitem(last=False)
@@ -130,8 +136,9 @@ class Sessions:
         """Holds a session in use; gives the call's arrival number.
 
         Raises:
-            SessionError: 413 or 429, the session, or all of them together, hold as much as they may.
+            SessionError: 404, it has ended; 413 or 429, the session, or all of them together, hold as much as they may.
         """
+        self._check_open(session)
         if not session.evaluation:
             self._check_room(session, 1)
         session.calls += 1
@@ -141,18 +148,25 @@ class Sessions:
             session.calls -= 1
             session.used = time.monotonic()
 
-    def record(self, session: Session, turn: RecordedTurn) -> None:
+    def record(self, session: Session, exchange: Exchange) -> None:
         """Keeps a turn.
 
         Raises:
             SessionError: 404, 413 or 429; the session is as it was.
         """
-        if session.ended.is_set():
-            raise self._not_open(session.id)
+        turn = exchange.turn
+        self._check_open(session)
         self._check_room(session, turn.nbytes)
         bisect.insort(session.turns, turn, key=lambda turn: turn.arrival)
+        session.prompts[exchange.prompt.origin] += 1
+        if exchange.said is not None:
+            session.said[exchange.said] = turn
         session.nbytes += turn.nbytes
         self.nbytes += turn.nbytes
+
+    def _check_open(self, session: Session) -> None:
+        if session.ended.is_set():
+            raise self._not_open(session.id)
 
     def _expire(self, session: Session) -> None:
         now, limits = time.monotonic(), self._limits

@@ -20,6 +20,9 @@ def encode(text, *, merge=True):
         if merge and text.startswith("ab", place):
             ids.append(MERGED)
             place += 2
+        elif text.startswith("<eos>", place):
+            ids.append(EOS)
+            place += 5
         else:
             ids.append(1 + ord(text[place]))
             place += 1
@@ -49,21 +52,25 @@ class ChatEngine:
     finish: ``stop``, ``length`` or ``abort``; only ``stop`` ends in the stop token.
     spoil: changes an answer before it is sent.
     status: of every answer; other than 200 it says ``refusal``.
+    model_path: where it says its model lies.
     held: while clear, calls wait; an abort of theirs lets them go.
     """
 
     def __init__(self):
-        self.words, self.finish, self.version = [], "stop", "7"
-        self.spoil = lambda answer: None
-        self.status, self.refusal = 200, "not today"
-        self.held = threading.Event()
-        self.held.set()
-        self.bodies, self.answers, self.aborted, self.waiting = [], [], [], 0
+        self.reset()
         self.app = FastAPI()
         self.app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         self.app.add_api_route("/abort_request", self.abort, methods=["POST"])
         self.app.add_api_route("/v1/models", self.models, methods=["GET"])
         self.app.add_api_route("/get_model_info", self.model_info, methods=["GET"])
+
+    def reset(self):
+        self.words, self.finish, self.version = [], "stop", "7"
+        self.spoil = lambda answer: None
+        self.status, self.refusal, self.model_path = 200, "not today", "/nowhere"
+        self.held = threading.Event()
+        self.held.set()
+        self.bodies, self.answers, self.aborted, self.waiting = [], [], [], 0
 
     @property
     def requests(self):
@@ -93,7 +100,7 @@ class ChatEngine:
         return {"object": "list", "data": [{"id": "stub", "object": "model", "created": 1, "owned_by": "test"}]}
 
     async def model_info(self):
-        return {"model_path": "/nowhere"}
+        return {"model_path": self.model_path}
 
     def answer(self, asked):
         words = self.words.pop(0) if self.words else _text(asked["messages"][-1])

@@ -9,7 +9,9 @@ import pytest
 from miles_sc.config import ScoreCenteringConfig
 from miles_sc.rollout.engines.sglang.client import ClientSettings, EngineClient
 from miles_sc.rollout.session import decode_samples
-from miles_sc.rollout.session.app import SessionServer, SessionSettings, create_app
+from miles_sc.rollout.session.app import SessionServer, create_app
+from miles_sc.rollout.session.continuation import PromptContinuation
+from miles_sc.rollout.session.exchange import Recorder
 from miles_sc.rollout.session.limits import SessionLimits
 from miles_sc.rollout.session.relay import Relay
 from tests.rollout.session.chat_engine import VOCAB, ChatEngine
@@ -46,12 +48,19 @@ class Client:
         return response.status_code, response.json()["error"]["message"]
 
 
-@pytest.fixture
-def engine():
+@pytest.fixture(scope="module")
+def running_engine():
     engine = ChatEngine()
     with served(engine.app) as url:
-        engine.url = url
-        yield engine
+        yield engine, url
+
+
+@pytest.fixture
+def engine(running_engine):
+    engine, engine.url = running_engine
+    engine.reset()
+    yield engine
+    engine.held.set()
 
 
 @pytest.fixture
@@ -59,12 +68,13 @@ def serve(engine):
     """``serve(limits=..., api_key=..., **sampler) -> Client`` of a new session server."""
     with contextlib.ExitStack() as running:
 
-        def serve(*, limits=None, api_key=None, client=None, **sampler):
+        def serve(*, limits=None, api_key=None, client=None, tokenizer=None, **sampler):
             config = ScoreCenteringConfig(**{"top_logprobs_num": K} | sampler)
             patience = client or ClientSettings(attempts=1)
-            settings = SessionSettings(config, VOCAB, limits or SessionLimits(), api_key)
             relay = Relay(engine.url, timeout=patience.request_timeout, connections=64)
-            server = SessionServer(EngineClient(engine.url, patience), relay, settings)
+            continuation = tokenizer and PromptContinuation(tokenizer)
+            recorder = Recorder(EngineClient(engine.url, patience), config, VOCAB, continuation)
+            server = SessionServer(recorder, relay, limits or SessionLimits(), api_key=api_key)
             return Client(running.enter_context(served(create_app(server))), server)
 
         yield serve

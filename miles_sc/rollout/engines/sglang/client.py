@@ -34,7 +34,7 @@ _REMEDIES = {
 
 
 class EngineError(ValueError):
-    """A call that was not answered as asked.
+    """A call that was not answered as asked; its cause is a ``TimeoutError`` where the answer did not come in time.
 
     Attributes:
         status: the answer's HTTP status; None where none came.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,8 +13,8 @@ from miles_sc.rollout.engines.sglang.checkpoint import Checkpoint
 from miles_sc.rollout.engines.sglang.client import EngineClient, EngineError
 from miles_sc.rollout.engines.sglang.connection import Server, connect
 from miles_sc.rollout.engines.sglang.router import router_process
-from miles_sc.rollout.engines.sglang.server import Launch, ServerProcess
-from miles_sc.rollout.engines.sglang.settings import SglangSettings, server_command, server_environment
+from miles_sc.rollout.engines.sglang.server import ServerProcess, server_process
+from miles_sc.rollout.engines.sglang.settings import SglangSettings
 from miles_sc.rollout.engines.sglang.versions import StaleWeights, VersionBook
 from miles_sc.rollout.engines.sglang.weights import BroadcastUpdate, DiskUpdate, State, TensorUpdate, WeightUpdate, paused
 from miles_sc.rollout.generate import all_or_none
@@ -98,6 +97,14 @@ class SglangEngine:
         """The whole answer to one small request, by the very route of generations: for asking what the route delivers."""
         return await (self._route or self._servers[0].generations).ask(path, body, dict)
 
+    async def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """One answer as it comes, by the way that `generate` goes: for trying out what that way delivers.
+
+        Raises:
+            EngineError: no answer, or one with a status other than 2xx.
+        """
+        return await (self._route or self._servers[0].generations).ask(path, body, dict)
+
     async def update_weights(self, state: State, version: str) -> None:
         """See `Engine`; calls under way continue under the new weights.
 
@@ -146,7 +153,9 @@ class SglangEngine:
     async def _open(self) -> None:
         settings = self._settings
         if not settings.external_addresses:
-            self._processes = [self._server_process(index) for index in range(settings.num_engines)]
+            for index in range(settings.num_engines):
+                process = server_process(settings, self._config, self._checkpoint.path, index=index, log_dir=self._log_dir)
+                self._processes.append(process)
             await all_or_none(process.start() for process in self._processes)
         launched = [(process.address, process) for process in self._processes]
         for address, process in launched or [(address, None) for address in settings.external_addresses]:
@@ -160,22 +169,6 @@ class SglangEngine:
             route = router.address
         if route is not None:
             self._route = EngineClient(route, settings.client)
-
-    def _server_process(self, index: int) -> ServerProcess:
-        settings = self._settings
-        return ServerProcess(
-            Launch(
-                name=f"SGLang server {index}",
-                command=lambda port: server_command(
-                    settings, model_path=str(self._checkpoint.path), config=self._config, port=port, index=index
-                ),
-                environment=server_environment(settings, os.environ),
-                log=self._log_dir / f"sglang-{index}.log",
-                health="/health",
-                start_timeout=settings.start_timeout,
-                stop_timeout=settings.stop_timeout,
-            )
-        )
 
     async def _generate(self, request: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T:
         self._refuse_mixed_weights()

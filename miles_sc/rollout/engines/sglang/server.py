@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_sc.config import ScoreCenteringConfig
 from miles_sc.rollout.engines.sglang import supervisor
 from miles_sc.rollout.engines.sglang.client import ClientSettings, EngineClient, EngineError
-from miles_sc.rollout.engines.sglang.settings import HOST
+from miles_sc.rollout.engines.sglang.settings import HOST, SglangSettings, server_command, server_environment
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +180,23 @@ class ServerProcess:
         self._process.terminate()
         while self._process.poll() is None:
             await asyncio.sleep(0.05)
+
+
+def server_process(
+    settings: SglangSettings, config: ScoreCenteringConfig, model_path: Path, *, index: int, log_dir: Path
+) -> ServerProcess:
+    """SGLang server ``index`` of those to launch, not started yet."""
+    return ServerProcess(
+        Launch(
+            name=f"SGLang server {index}",
+            command=lambda port: server_command(settings, config, model_path, port=port, index=index),
+            environment=server_environment(settings, os.environ),
+            log=log_dir / f"sglang-{index}.log",
+            health="/health",
+            start_timeout=settings.start_timeout,
+            stop_timeout=settings.stop_timeout,
+        )
+    )
 
 
 def _reserved_port() -> socket.socket:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -87,7 +88,7 @@ class SglangSettings:
 
 
 def server_command(
-    settings: SglangSettings, *, model_path: str, config: ScoreCenteringConfig, port: int, index: int
+    settings: SglangSettings, config: ScoreCenteringConfig, model_path: Path, *, port: int, index: int
 ) -> list[str]:
     """The command line of launched server ``index``."""
     gpus = settings.gpus_per_engine
@@ -95,7 +96,7 @@ def server_command(
     defaults = on_gpus if torch.cuda.is_available() else CPU_SERVER_ARGS
     if config.mode == "support" and config.top_logprobs_num > _SAMPLING_MASK_DEFAULT:
         defaults = (*defaults, "--sampling-mask-max-tokens", str(config.top_logprobs_num))
-    owned = ("--model-path", model_path, "--host", HOST, "--port", str(port))
+    owned = ("--model-path", str(model_path), "--host", HOST, "--port", str(port))
     return [settings.python, "-m", "sglang.launch_server", *owned, *defaults, *settings.server_args]
 
 
