@@ -1,4 +1,4 @@
-"""One call's answer, parsed and validated: sampled tokens, candidates and support, nested or flat (CONTRACT 6)."""
+"""One call's answer, read and validated: sampled tokens with their candidates and support (CONTRACT 6)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,14 +61,13 @@ def read_generated_tokens(
     elif k and mode == "support":
         candidates, support = support_candidates(meta_info, rows, k)
         log_probs = _log_probs_within_support(candidates, token_ids)
-        _check_sampled(token_ids, log_probs, vocab_size)
-        candidates.validate(vocab_size=vocab_size, complete=True)
     elif k:
         candidates = _selected_candidates(meta_info, rows, k, vocab_size)
-        _check_sampled(token_ids, log_probs, vocab_size)
+    _check_sampled(token_ids, log_probs, vocab_size)
+    if support is not None:  # in which each token was found, and from which it has its log-prob
+        candidates.validate(vocab_size=vocab_size, complete=True)
+    elif candidates is not None:
         candidates.validate(vocab_size=vocab_size, sampled_token_ids=token_ids, sampled_log_probs=log_probs)
-    else:
-        _check_sampled(token_ids, log_probs, vocab_size)
     finish_reason = meta_info.get("finish_reason") or ""
     if isinstance(finish_reason, Mapping):
         finish_reason = finish_reason.get("type") or ""

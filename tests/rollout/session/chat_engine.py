@@ -128,7 +128,8 @@ class ChatEngine:
 
 def _text(message):
     calls = "".join(f"<{call['function']['name']}>" for call in message.get("tool_calls") or ())
-    return (message.get("content") or "") + calls
+    content = message.get("content") or ""
+    return (content if isinstance(content, str) else "".join(part["text"] for part in content)) + calls
 
 
 def _top(row, count):

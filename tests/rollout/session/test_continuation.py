@@ -7,9 +7,13 @@ from tests.rollout.session.chat_engine import EOS, decode, encode
 from tests.rollout.session.conftest import say
 
 BODY = "{{ m.content }}{% for call in m.tool_calls or [] %}<{{ call.function.name }}>{% endfor %}"
-FRAME = (
-    "{%% for m in messages %%}[{{ m.role }}]" + BODY + "%s{%% endfor %%}{%% if add_generation_prompt %%}[assistant]{%% endif %%}"
-)
+FRAME = "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+def template(ending=""):
+    return "{% for m in messages %}[{{ m.role }}]" + BODY + ending + "{% endfor %}" + FRAME
+
+
 # how a template ends a message, and what stands between an answer's words and the next message in the prompt
 ENDINGS = {"": [], "<eos>": [EOS], "<eos>\n": [EOS, *encode("\n")], ";": encode(";")}
 CALL = {
@@ -50,7 +54,7 @@ def prompts(client, session):
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_an_answer_goes_on_as_it_was_sampled(engine, serve, ending, finish):
-    client = serve(tokenizer=Tokenizer(FRAME % ending))
+    client = serve(tokenizer=Tokenizer(template(ending)))
     session, agent = client.open()
     engine.words, engine.finish = ["cab", "abc"], finish
     say(agent, "third", say(agent, "second", say(agent, "first")))
@@ -75,7 +79,7 @@ def test_without_a_tokenizer_the_same_history_breaks(engine, client):
 @pytest.mark.parametrize("ending", ["<eos>", "<eos>\n", ";"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_and_a_tools_answer_go_on(engine, serve, ending, stream):
-    client = serve(tokenizer=Tokenizer(FRAME % ending))
+    client = serve(tokenizer=Tokenizer(template(ending)))
     session, agent = client.open()
     engine.words = [CALL, "five"]
     options = {"model": "stub", "tools": [{"type": "function", "function": {"name": "add"}}]}
@@ -99,7 +103,7 @@ def test_calls_and_a_tools_answer_go_on(engine, serve, ending, stream):
 
 
 def test_branches_go_on_from_their_own_answer(engine, serve):
-    client = serve(tokenizer=Tokenizer(FRAME % ""))
+    client = serve(tokenizer=Tokenizer(template()))
     session, agent = client.open()
     engine.words = ["ab", "b", "ab", "x", "y"]
     left, right = say(agent, "hi"), say(agent, "hi")
@@ -113,7 +117,7 @@ def test_branches_go_on_from_their_own_answer(engine, serve):
 
 
 def test_a_client_may_leave_out_thoughts_and_empty_fields(engine, serve):
-    client = serve(tokenizer=Tokenizer(FRAME % ""))
+    client = serve(tokenizer=Tokenizer(template()))
     session, agent = client.open()
     engine.words = [{"role": "assistant", "content": "ab", "reasoning_content": "hm"}]
     messages = say(agent, "hi")
@@ -122,8 +126,8 @@ def test_a_client_may_leave_out_thoughts_and_empty_fields(engine, serve):
     assert prompts(client, session) == {"new": 1, "continued": 1}
 
 
-ROLLING = "{{ messages | length }}" + FRAME % ""
-FAILING = "{% if messages | length > 2 %}{{ nothing }}{% endif %}" + FRAME % ""
+ROLLING = "{{ messages | length }}" + template()
+FAILING = "{% if messages | length > 2 %}{{ nothing }}{% endif %}" + template()
 SILENT = "{% for m in messages %}[{{ m.role }}]{{ m.content if m.role == 'user' }}{% endfor %}[assistant]"
 OPEN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '' if loop.last else '.' }}{% endfor %}"
 
@@ -145,7 +149,7 @@ def test_a_template_that_does_not_extend_leaves_the_prompt_to_the_engine(engine,
     assert client.samples(session)[0].turns == 2  # the engine's own prompt happens to continue
 
 
-@pytest.mark.parametrize("template", [FRAME % "", OPEN])
+@pytest.mark.parametrize("template", [template(), OPEN])
 def test_calls_whose_end_is_not_shown_are_rendered(engine, serve, template):
     client = serve(tokenizer=Tokenizer(template))
     session, agent = client.open()
@@ -165,7 +169,7 @@ def test_calls_whose_end_is_not_shown_are_rendered(engine, serve, template):
     ],
 )  # fmt: skip
 def test_a_history_that_is_not_the_recorded_one_is_rendered(engine, serve, change, reason):
-    client = serve(tokenizer=Tokenizer(FRAME % ""))
+    client = serve(tokenizer=Tokenizer(template()))
     session, agent = client.open()
     messages = [*say(agent, "hi"), {"role": "user", "content": "more"}]
     change(messages)
@@ -176,7 +180,7 @@ def test_a_history_that_is_not_the_recorded_one_is_rendered(engine, serve, chang
 
 @pytest.mark.parametrize("field", ["tools", "chat_template_kwargs"])
 def test_another_rendering_is_another_conversation(engine, serve, field):
-    client = serve(tokenizer=Tokenizer(FRAME % ""))
+    client = serve(tokenizer=Tokenizer(template()))
     session, agent = client.open()
     other = {"tools": [{"type": "function", "function": {"name": "add"}}]} if field == "tools" else {field: {"a": 1}}
     say(agent, "more", say(agent, "hi"), extra_body=other)
@@ -184,7 +188,7 @@ def test_another_rendering_is_another_conversation(engine, serve, field):
 
 
 def test_a_clients_own_tokens_are_left_alone(engine, serve):
-    client = serve(tokenizer=Tokenizer(FRAME % ""))
+    client = serve(tokenizer=Tokenizer(template()))
     session, agent = client.open()
     messages = say(agent, "hi", extra_body={"input_ids": [5, 6]})
     say(agent, "more", messages, extra_body={"input_ids": [5, 6, *encode("hi"), 9]})
@@ -193,7 +197,7 @@ def test_a_clients_own_tokens_are_left_alone(engine, serve):
 
 
 def test_an_engine_that_ignores_the_tokens_is_found_out(engine, serve):
-    client = serve(tokenizer=Tokenizer(FRAME % ""))
+    client = serve(tokenizer=Tokenizer(template()))
     session, agent = client.open()
     messages = say(agent, "hi")
     engine.spoil = lambda answer: answer["choices"][0]["prompt_token_ids"].append(7)

@@ -28,6 +28,12 @@ def test_a_large_body_is_refused_however_it_comes(engine, serve, evaluation, dec
     assert not engine.bodies
 
 
+def test_a_body_of_many_megabytes_is_within_the_default(client):
+    session, _ = client.open()
+    body = {"messages": [{"role": "user", "content": "x"}], "metadata": {"padding": "x" * (20 << 20)}}
+    assert client.request("POST", chat(session), json=body).status_code == 200
+
+
 def test_an_endless_body_is_cut_off(serve):
     client = serve(limits=SessionLimits(max_body_bytes=1000))
     session, _ = client.open()
