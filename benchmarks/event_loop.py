@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--candidates", type=int, default=128)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     print(f"{args.answers} answers at once, {args.tokens} tokens each, K = {args.candidates}; {args.rounds} rounds")
     heads = ("MB", "seconds", "tokens/s", "longest gap", "p99 gap", "full collections")

@@ -47,16 +47,10 @@ def make_answers(rows: int, k: int) -> dict[str, bytes]:
     kept = [row[:length].astype(np.float64) for row, length in zip(log_probs, lengths, strict=True)]
     support = [(row - np.log(np.exp(row).sum())).tolist() for row in kept]
     support_ids = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
-    shape = {"output_top_logprobs_shape": [rows, k], "output_top_logprobs_null_prefix": 0}
     forms = {
         "nested": {"output_top_logprobs": nested(log_probs.tolist(), ids.tolist())},
-        "flat": shape
-        | {f"output_top_logprobs_{name}_flat": a.ravel().tolist() for name, a in (("val", log_probs), ("idx", ids))},
-        "flat base64": shape
-        | {
-            f"output_top_logprobs_{name}_flat_b64": pybase64.b64encode(a).decode()
-            for name, a in (("val", log_probs), ("idx", ids))
-        },
+        "flat": flat(log_probs, ids, "flat", lambda array: array.ravel().tolist()),
+        "flat base64": flat(log_probs, ids, "flat_b64", lambda array: pybase64.b64encode(array).decode()),
         "support": {"output_token_sampling_mask": support_ids, "output_token_sampling_logprobs": support},
         "support, nested": {"output_top_logprobs": nested(support, support_ids)},
     }
@@ -66,6 +60,15 @@ def make_answers(rows: int, k: int) -> dict[str, bytes]:
 
 def nested(log_probs: list[list[float]], ids: list[list[int]]) -> list[list[tuple[float, int, None]]]:
     return [list(zip(values, tokens, [None] * len(tokens), strict=True)) for values, tokens in zip(log_probs, ids, strict=True)]
+
+
+def flat(log_probs: np.ndarray, ids: np.ndarray, suffix: str, write: Callable[[np.ndarray], Any]) -> dict[str, Any]:
+    return {
+        "output_top_logprobs_shape": list(ids.shape),
+        "output_top_logprobs_null_prefix": 0,
+        f"output_top_logprobs_val_{suffix}": write(log_probs),
+        f"output_top_logprobs_idx_{suffix}": write(ids),
+    }
 
 
 def row_loop(body: bytes, k: int) -> tuple[np.ndarray, np.ndarray, list[int], list[float]]:
@@ -93,14 +96,12 @@ def ours(body: bytes, k: int, mode: str = "selected") -> GeneratedTokens:
     return read_answer(body, read)
 
 
-def validation(generated: GeneratedTokens, *, complete: bool) -> Callable[[], None]:
-    return partial(
-        generated.candidates.validate,
-        vocab_size=VOCABULARY,
-        sampled_token_ids=generated.token_ids,
-        sampled_log_probs=generated.log_probs,
-        complete=complete,
-    )
+def validation(generated: GeneratedTokens) -> Callable[[], None]:
+    """What `read_generated_tokens` asks of the candidates."""
+    validate = partial(generated.candidates.validate, vocab_size=VOCABULARY)
+    if generated.support is not None:
+        return partial(validate, complete=True)
+    return partial(validate, sampled_token_ids=generated.token_ids, sampled_log_probs=generated.log_probs)
 
 
 def fastest_in_turn(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -128,8 +129,8 @@ def compare(rows: int, k: int, rounds: int) -> None:
     selected = {form: partial(ours, bodies[form], k) for form in ("nested", "flat", "flat base64")}
     support = partial(ours, bodies["support"], k, "support")
     groups = {
-        "selected": ("nested", selected, validation(selected["flat base64"](), complete=False)),
-        "support": ("support, nested", {"support": support}, validation(support(), complete=True)),
+        "selected": ("nested", selected, validation(selected["flat base64"]())),
+        "support": ("support, nested", {"support": support}, validation(support())),
     }
     for mode, (base_form, readers, validate) in groups.items():
         base = partial(row_loop, bodies[base_form], k)

@@ -109,6 +109,8 @@ def test_help_of_the_other_commands(capsys, command):
         (["train"], "required: --hf-checkpoint"),
         (["train", "--frobnicate"], "required"),
         (["report"], "required: directory"),
+        (["doctor"], "required: --endpoint"),
+        (["serve-session"], "required: --engine-url"),
     ],
 )
 def test_a_wrong_line_is_argparses_affair(capsys, argv, message):

@@ -13,7 +13,7 @@ from miles_sc.rollout.engines.sglang.settings import SglangSettings
 from miles_sc.rollout.generate import all_or_none, generate_response, greedy_responses
 from miles_sc.rollout.sample import Sample
 from tests.live import reference
-from tests.live.processes import MARK, marked, running
+from tests.processes import MARK, marked, running
 
 TOLERANCE = 1e-4
 

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from miles_sc import ScoreCenteringConfig
+from miles_sc.rollout.engines.sglang.client import ClientSettings
 from miles_sc.rollout.engines.sglang.engine import SglangEngine
 from miles_sc.rollout.engines.sglang.settings import SglangSettings
 from miles_sc.rollout.generate import all_or_none, generate_response
@@ -152,15 +153,17 @@ def test_an_aborted_response_is_continued_by_new_weights(drive, private):
         assert reference.largest_error(sample, after, CONFIG.temperature, range(cut, sample.response_length)) < TOLERANCE
 
 
-def test_an_abort_ends_calls_that_no_server_has_heard_of(drive, private):
-    async def work(engine):
-        calls = asyncio.ensure_future(respond(engine, reference.load(private.model), wanted := samples(100), tokens=LONG))
-        await asyncio.sleep(0)
-        await engine.abort()
-        await calls
-        return wanted
+def test_an_abort_ends_calls_that_still_wait_for_a_connection(drive, private):
+    wanted = samples(ClientSettings().max_connections + 30)
 
-    wanted = drive(work)
+    async def work(engine):
+        calls = asyncio.ensure_future(respond(engine, reference.load(private.model), wanted, tokens=LONG))
+        await asyncio.sleep(0.2)
+        await engine.abort()
+        async with asyncio.timeout(1):
+            await calls
+
+    drive(work)
     assert all(sample.aborted and sample.response_length < LONG for sample in wanted)
 
 

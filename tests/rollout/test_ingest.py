@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import sys
 import threading
 
 import pytest
@@ -90,6 +91,19 @@ def test_what_a_reader_raises_is_raised(ingest):
     with pytest.raises(KeyError) as raised:
         asyncio.run(ingest.read(b"{}", read))
     assert raised.value is error
+
+
+@pytest.mark.parametrize(("interval", "meanwhile"), [(0.005, 0.001), (0.0005, 0.0005)])
+def test_the_interpreters_lock_changes_hands_sooner_while_the_thread_runs(interval, meanwhile):
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(interval)
+    try:
+        opened = Ingest()
+        seen = asyncio.run(opened.read(b"{}", lambda answer: sys.getswitchinterval()))
+        opened.close()
+        assert (seen, sys.getswitchinterval()) == pytest.approx((meanwhile, interval))
+    finally:
+        sys.setswitchinterval(before)
 
 
 @pytest.mark.parametrize("was_on", [True, False])

@@ -60,7 +60,7 @@ class ServerProcess:
     """
 
     def __init__(self, launch: Launch) -> None:
-        self._launch = launch
+        self.launch = launch
         self._port: socket.socket | None = None
         self._process: subprocess.Popen | None = None
         self._log_start = 0
@@ -89,7 +89,7 @@ class ServerProcess:
                 if "address already in use" not in self._output().lower() or attempt == _PORT_ATTEMPTS:
                     raise
                 logger.warning(
-                    "%s: its port %d was taken meanwhile; trying another", self._launch.name, self._port.getsockname()[1]
+                    "%s: its port %d was taken meanwhile; trying another", self.launch.name, self._port.getsockname()[1]
                 )
                 self._port.close()
                 self._port = None
@@ -114,15 +114,14 @@ class ServerProcess:
         """An error about this server with its command line and the end of its output."""
         tail = "\n".join(self._output().splitlines()[-_TAIL_LINES:]) or "(no output)"
         return ServerFailed(
-            f"{self._launch.name} {what}; {remedy}\ncommand: {shlex.join(self._command())}\n"
-            f"the end of {self._launch.log}:\n{tail}"
+            f"{self.launch.name} {what}; {remedy}\ncommand: {shlex.join(self._command())}\nthe end of {self.launch.log}:\n{tail}"
         )
 
     def _command(self) -> list[str]:
-        return self._launch.command(self._port.getsockname()[1])
+        return self.launch.command(self._port.getsockname()[1])
 
     def _spawn(self) -> None:
-        launch = self._launch
+        launch = self.launch
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         supervised = [
             sys.executable,
@@ -143,14 +142,14 @@ class ServerProcess:
 
     async def _until_healthy(self) -> None:
         clock, client = asyncio.get_running_loop(), EngineClient(self.address, _HEALTH_CHECK)
-        deadline = clock.time() + self._launch.start_timeout
+        deadline = clock.time() + self.launch.start_timeout
         try:
             while not await self._is_healthy(client):
                 if self.exit_code is not None:
                     raise self.failure(f"ended with exit code {self.exit_code} before it was healthy", self._remedy())
                 if clock.time() > deadline:
                     raise self.failure(
-                        f"was not healthy after {self._launch.start_timeout:g} s",
+                        f"was not healthy after {self.launch.start_timeout:g} s",
                         "its output says what it was doing; raise start_timeout if it only needs longer",
                     )
                 await asyncio.sleep(_POLL_SECONDS)
@@ -159,7 +158,7 @@ class ServerProcess:
 
     async def _is_healthy(self, client: EngineClient) -> bool:
         try:
-            await client.get(self._launch.health)
+            await client.get(self.launch.health)
         except EngineError:
             return False
         return self.exit_code is None
@@ -171,7 +170,7 @@ class ServerProcess:
 
     def _output(self) -> str:
         """The end of what the process has written since it was started last."""
-        with self._launch.log.open("rb") as log:
+        with self.launch.log.open("rb") as log:
             log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return log.read().decode(errors="replace")
 
