@@ -1,7 +1,11 @@
 """Processes that a test has started, however deep: all that have a variable of its own in their environment."""
 
+import sys
 from pathlib import Path
 
+import pytest
+
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 MARK = "MILES_SC_TEST_MARK"
 
 
@@ -19,6 +23,17 @@ def marked(mark: str) -> dict[int, list[str]]:
     return found
 
 
-def running(mark: str, module: str) -> list[int]:
-    """Process ids of ``python -m module``."""
-    return [pid for pid, arguments in marked(mark).items() if arguments[1:3] == ["-m", module]]
+def server_pids(mark: str) -> list[int]:
+    """Launched servers, the real one or a stand-in."""
+    return [
+        pid for pid, arguments in marked(mark).items() if "sglang.launch_server" in arguments and not _is_supervisor(arguments)
+    ]
+
+
+def supervisor_pids(mark: str) -> list[int]:
+    """What stands between them and us."""
+    return [pid for pid, arguments in marked(mark).items() if _is_supervisor(arguments)]
+
+
+def _is_supervisor(arguments: list[str]) -> bool:
+    return any(argument.endswith("supervisor.py") for argument in arguments)

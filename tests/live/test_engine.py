@@ -13,7 +13,7 @@ from miles_sc.rollout.engines.sglang.settings import SglangSettings
 from miles_sc.rollout.generate import all_or_none, generate_response, greedy_responses
 from miles_sc.rollout.sample import Sample
 from tests.live import reference
-from tests.processes import MARK, marked, running
+from tests.processes import MARK, marked, server_pids
 
 TOLERANCE = 1e-4
 
@@ -82,12 +82,11 @@ def test_a_launched_server_that_is_killed_comes_back_with_the_newest_weights(sgl
     async def run():
         engine = await start(settings, model, config, tmp_path)
         try:
-            (killed,) = running(mark, "sglang.launch_server")
-            assert len(running(mark, "sglang_router.launch_router")) <= 1
+            (killed,) = server_pids(mark)
             await engine.update_weights({name: value.numpy() for name, value in new.state_dict().items()}, "1")
             os.kill(killed, signal.SIGKILL)
             await respond(engine, reference.settings(config, new, tokens=12), wanted)
-            assert running(mark, "sglang.launch_server") not in ([], [killed])
+            assert server_pids(mark) not in ([], [killed])
         finally:
             await engine.close()
             await engine.close()

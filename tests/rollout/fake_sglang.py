@@ -1,8 +1,9 @@
 """Stands in for an interpreter with SGLang where a test needs faults: run as a program with SGLang's command line.
 
-``FAKE_SGLANG`` holds JSON: ``exit`` (a message to end with at once), ``exits`` (how often, counted in the file ``count``),
-``deaf`` (never healthy), ``stubborn`` (SIGTERM is ignored), ``child`` (starts a process of its own), ``info`` (of ``/server_info``),
-``version`` (of the weights), ``refuse`` (paths answered with status 400), ``deadly`` (paths on which the process is killed).
+``FAKE_SGLANG`` holds JSON, and ``POST /behave`` changes it: ``exit`` (a message to end with at once), ``exits`` (how often,
+counted in ``count``), ``deaf`` (never healthy), ``stubborn`` (SIGTERM is ignored), ``child`` (starts a process of its own),
+``info`` (of ``/server_info``), ``answers`` (the weight version of generations), ``keeps`` (new weights are not taken), ``refuse``
+(paths answered with status 400), ``deadly`` (paths on which the process is killed). What it generates is its port.
 """
 
 import json
@@ -16,7 +17,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 OPTIONS = json.loads(os.environ.get("FAKE_SGLANG", "{}"))
-VERSION = [OPTIONS.get("version", "default")]
+PORT = int(sys.argv[sys.argv.index("--port") + 1])
+VERSION = ["default"]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -33,12 +35,14 @@ class Handler(BaseHTTPRequestHandler):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.path in OPTIONS.get("refuse", ()):
             return self.send(400, {"success": False, "message": "as the test asks for"})
-        if self.path == "/update_weights_from_disk":
+        if self.path == "/behave":
+            OPTIONS.update(body)
+        if self.path == "/update_weights_from_disk" and not OPTIONS.get("keeps"):
             VERSION[0] = body["weight_version"]
         answers = {
             "/server_info": {"tp_size": 1, **OPTIONS.get("info", {})},
             "/model_info": {"weight_version": VERSION[0]},
-            "/generate": {"output_ids": [3], "meta_info": {"weight_version": OPTIONS.get("answers", VERSION[0])}},
+            "/generate": {"output_ids": [PORT], "meta_info": {"weight_version": OPTIONS.get("answers", VERSION[0])}},
         }
         self.send(200, answers.get(self.path, {}))
 
@@ -64,8 +68,7 @@ def main():
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     if OPTIONS.get("deaf"):
         time.sleep(1000)
-    port = int(sys.argv[sys.argv.index("--port") + 1])
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", PORT), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     threading.Event().wait()
 

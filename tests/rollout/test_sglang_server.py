@@ -17,12 +17,9 @@ from miles_sc.rollout.engines.sglang.client import ClientSettings
 from miles_sc.rollout.engines.sglang.router import router_process
 from miles_sc.rollout.engines.sglang.server import ServerFailed, server_process
 from miles_sc.rollout.engines.sglang.settings import CPU_SERVER_ARGS, SglangSettings, server_command, server_environment
-from tests.processes import MARK, marked
+from tests.processes import LINUX, MARK, marked, server_pids, supervisor_pids
 from tests.rollout.fakes import behaviour, fake_python
 
-LINUX = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="reads /proc, and signals on a parent's death are Linux's"
-)
 SELECTED = ScoreCenteringConfig(top_logprobs_num=8)
 
 
@@ -134,15 +131,6 @@ def left(tmp_path):
     return left
 
 
-def server_pid(mark):
-    (pid,) = [pid for pid, arguments in marked(str(mark)).items() if "--port" in arguments and not is_supervisor(arguments)]
-    return pid
-
-
-def is_supervisor(arguments):
-    return any(argument.endswith("supervisor.py") for argument in arguments)
-
-
 def port_of(server):
     return urlsplit(server.address).port
 
@@ -180,7 +168,8 @@ def test_a_server_is_started_again_at_its_address(process, tmp_path):
         server = process()
         await server.start()
         address = server.address
-        os.kill(server_pid(tmp_path), signal.SIGKILL)
+        (pid,) = server_pids(str(tmp_path))
+        os.kill(pid, signal.SIGKILL)
         while server.exit_code is None:
             await asyncio.sleep(0.01)
         assert server.exit_code == 128 + signal.SIGKILL
@@ -292,8 +281,7 @@ def test_a_hard_kill_leaves_no_server(tmp_path, left, victim):
         stdout=subprocess.PIPE,
     ) as parent:
         assert parent.stdout.readline() == b"healthy\n"
-        server = server_pid(tmp_path)
-        (supervisor,) = [pid for pid, arguments in marked(str(tmp_path)).items() if is_supervisor(arguments)]
+        (server,), (supervisor,) = server_pids(str(tmp_path)), supervisor_pids(str(tmp_path))
         os.kill(parent.pid if victim == "parent" else supervisor, signal.SIGKILL)
         while server in marked(str(tmp_path)):
             time.sleep(0.05)

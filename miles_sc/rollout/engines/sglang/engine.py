@@ -22,8 +22,8 @@ from miles_sc.rollout.generate import all_or_none
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 3
 _MOST_RESTARTS = 3  # between two updates
+_ATTEMPTS = _MOST_RESTARTS + 1  # so that a call on which servers end is told that they do
 _NOTICE_SECONDS = 0.5
 _ABORT_SECONDS = 0.5
 
@@ -95,14 +95,6 @@ class SglangEngine:
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The whole answer to one small request, by the very route of generations: for asking what the route delivers."""
-        return await (self._route or self._servers[0].generations).ask(path, body, dict)
-
-    async def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """One answer as it comes, by the way that `generate` goes: for trying out what that way delivers.
-
-        Raises:
-            EngineError: no answer, or one with a status other than 2xx.
-        """
         return await (self._route or self._servers[0].generations).ask(path, body, dict)
 
     async def update_weights(self, state: State, version: str) -> None:
