@@ -1,6 +1,7 @@
 """The actor that samples: engine, task and verifier, conversion and sharding, clean evaluation."""
 
 import argparse
+import gc
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,9 @@ class RolloutActor:
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
+        # the libraries' objects are here to stay; without this each full collection looks at them all, for over 0.1 s
+        gc.collect()
+        gc.freeze()
         self._engine: Engine | None = None
 
     async def prepare(self, args: argparse.Namespace) -> None:

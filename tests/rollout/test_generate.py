@@ -179,7 +179,7 @@ def test_the_first_failure_cancels_the_others():
 
     with pytest.raises(ValueError, match="sample 10"):
         generate(Engine(answer() | {"output_top_logprobs": None}), fresh(3))
-    assert cancelled == [1, 2]
+    assert sorted(cancelled) == [1, 2]
 
 
 def test_evaluation_is_greedy_and_records_nothing():
