@@ -28,8 +28,8 @@ from miles_sc.loss.batch import LossSettings
 from miles_sc.loss.hub import loss_function
 from miles_sc.loss.scoring import score
 from miles_sc.rollout.engines.embedded import EmbeddedEngine
-from miles_sc.rollout.engines.mismatch import parse_mismatch
 from miles_sc.rollout.engines.in_process import InProcessEngine
+from miles_sc.rollout.engines.mismatch import parse_mismatch
 from miles_sc.rollout.generate import GenerationSettings, all_or_none, generate_response
 from miles_sc.rollout.sample import Sample
 from miles_sc.trainer.prompts import PromptCodec

@@ -36,7 +36,7 @@ def read_numbers(values: Sequence[Any], kind: str, field: str, *, row_of: Callab
 
 def _hold_a_boolean(values: Sequence[Any], numbers: np.ndarray) -> bool:
     """Booleans count as 1 and 0, so only where these stand can one hide."""
-    suspects = np.flatnonzero((numbers == 0) | (numbers == 1))
+    (suspects,) = ((numbers == 0) | (numbers == 1)).nonzero()
     return any(isinstance(values[place], bool) for place in suspects.tolist())
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from miles_sc import ScoreCenteringConfig
@@ -58,3 +59,9 @@ def launched_server(python: str, model: Path, log_dir: Path) -> Iterator[LiveSer
         yield LiveServer(process.address, model)
     finally:
         asyncio.run(process.stop())
+
+
+async def slow_down(url: str, *, seconds: float | None) -> None:
+    """Makes a server wait before every token, or no longer."""
+    async with httpx.AsyncClient(base_url=url) as client:
+        (await client.post("/slow_down", json={"forward_sleep_time": seconds})).raise_for_status()

@@ -13,6 +13,7 @@ from miles_sc.rollout.engines.sglang.settings import SglangSettings
 from miles_sc.rollout.generate import all_or_none, generate_response, greedy_responses
 from miles_sc.rollout.sample import Sample
 from tests.live import reference
+from tests.live.conftest import slow_down
 from tests.processes import MARK, marked, server_pids
 
 TOLERANCE = 1e-4
@@ -84,8 +85,12 @@ def test_a_launched_server_that_is_killed_comes_back_with_the_newest_weights(sgl
         try:
             (killed,) = server_pids(mark)
             await engine.update_weights({name: value.numpy() for name, value in new.state_dict().items()}, "1")
+            await slow_down(url_of(killed, mark), seconds=0.3)
+            calls = asyncio.ensure_future(respond(engine, reference.settings(config, new, tokens=12), wanted))
+            await asyncio.sleep(0.5)
+            assert not calls.done()
             os.kill(killed, signal.SIGKILL)
-            await respond(engine, reference.settings(config, new, tokens=12), wanted)
+            await calls
             assert server_pids(mark) not in ([], [killed])
         finally:
             await engine.close()
@@ -96,3 +101,8 @@ def test_a_launched_server_that_is_killed_comes_back_with_the_newest_weights(sgl
         assert set(sample.weight_versions) == {"1"}
         assert reference.largest_error(sample, new, 1.0) < TOLERANCE
     assert marked(mark) == {}
+
+
+def url_of(pid, mark):
+    arguments = marked(mark)[pid]
+    return f"http://127.0.0.1:{arguments[arguments.index('--port') + 1]}"

@@ -15,7 +15,7 @@ from miles_sc.rollout.engines.sglang.settings import SglangSettings
 from miles_sc.rollout.generate import all_or_none, generate_response
 from miles_sc.rollout.sample import Sample
 from tests.live import reference
-from tests.live.conftest import launched_server
+from tests.live.conftest import launched_server, slow_down
 
 TOLERANCE = 1e-4
 WAYS = ("disk", "distributed", "tensor")
@@ -194,6 +194,7 @@ def test_a_server_that_lost_its_weights_is_given_them_again(drive, private, way,
         ),
         (lambda state: state.update({"lm_head.weight": state["lm_head.weight"] + 1}), "are tied in .* and differ"),
     ],
+    ids=["missing", "unexpected", "shape", "tied"],
 )
 def test_weights_that_do_not_fit_change_nothing(drive, private, change, message):
     model, wanted = reference.load(private.model, noise_seed=9), samples(1)
@@ -213,16 +214,13 @@ def test_weights_that_do_not_fit_change_nothing(drive, private, change, message)
 @asynccontextmanager
 async def slowed_down(launched):
     """A server that takes its time for every token."""
-    await tell(launched, "/slow_down", forward_sleep_time=0.02)
+    await slow_down(launched.url, seconds=0.02)
     yield
-    await tell(launched, "/slow_down", forward_sleep_time=None)
+    await slow_down(launched.url, seconds=None)
 
 
 async def as_if_restarted(launched):
     """The server's first weights, under their name."""
-    await tell(launched, "/update_weights_from_disk", model_path=str(launched.model), weight_version="default")
-
-
-async def tell(launched, path, **body):
+    body = {"model_path": str(launched.model), "weight_version": "default"}
     async with httpx.AsyncClient(base_url=launched.url) as client:
-        (await client.post(path, json=body)).raise_for_status()
+        (await client.post("/update_weights_from_disk", json=body)).raise_for_status()

@@ -164,6 +164,11 @@ def test_the_longest_match_is_continued():
     assert [sample.turns for sample in samples] == [3, 1]
 
 
+def test_of_equal_matches_the_latest_is_continued():
+    samples = assemble_samples([turn("u", "x"), turn("u", "x", 1), turn(context("u", "x", EOS, "v"), "y", 2)], "branching")
+    assert [sample.turns for sample in samples] == [1, 2]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_every_turn_is_trained_exactly_once_whatever_the_tree(seed):
     """A random tree of turns; each Sample's trained rows are answers, after exactly the prompt that the engine saw."""

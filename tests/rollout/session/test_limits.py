@@ -34,13 +34,15 @@ def test_a_body_of_many_megabytes_is_within_the_default(client):
     assert client.request("POST", chat(session), json=body).status_code == 200
 
 
-def test_an_endless_body_is_cut_off(serve):
+@pytest.mark.parametrize(
+    ("header", "sent"), [("Transfer-Encoding: chunked", b"400\r\n" + b"x" * 1024 + b"\r\n"), ("Content-Length: 1001", b"")]
+)
+def test_a_large_body_is_refused_before_it_has_come(serve, header, sent):
     client = serve(limits=SessionLimits(max_body_bytes=1000))
     session, _ = client.open()
     host, port = client.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall(f"POST {chat(session)} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
-        connection.sendall(b"400\r\n" + b"x" * 1024 + b"\r\n")
+        connection.sendall(f"POST {chat(session)} HTTP/1.1\r\nHost: x\r\n{header}\r\n\r\n".encode() + sent)
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
@@ -52,6 +54,13 @@ def test_sessions_are_counted(serve):
     assert status == 429 and "2 sessions are open" in message and "--max-sessions" in message
     client.request("DELETE", f"/sessions/{first}")
     client.open()
+
+
+def test_a_session_past_its_age_makes_room(serve):
+    client = serve(limits=SessionLimits(max_sessions=1, max_age=0.1))
+    for _ in range(3):
+        client.open()
+        threading.Event().wait(0.15)
 
 
 def test_turns_are_counted(engine, serve):
