@@ -1,6 +1,8 @@
-"""Processes that a test has started, however deep: all that have a variable of its own in their environment."""
+"""Processes that a test has started, however deep: those with a variable of its own in their environment, those of a session."""
 
 import sys
+import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,27 @@ def marked(mark: str) -> dict[int, list[str]]:
                     found[int(folder.name)] = arguments
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # gone meanwhile, or another user's
+    return found
+
+
+def in_sessions(leaders: Collection[int]) -> list[int]:
+    """What is left of sessions; a launched server leads one, and its schedulers, which wipe out their environment, are in it."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, session, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(session) in leaders and state != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+def after_a_while(find: Callable[[], Collection], seconds: float = 20.0) -> Collection:
+    """What ``find`` still finds, once it finds nothing or when the time is over: what was killed takes a moment to go."""
+    deadline = time.monotonic() + seconds
+    while (found := find()) and time.monotonic() < deadline:
+        time.sleep(0.05)
     return found
 
 

@@ -14,7 +14,7 @@ from miles_sc.rollout.generate import all_or_none, generate_response, greedy_res
 from miles_sc.rollout.sample import Sample
 from tests.live import reference
 from tests.live.conftest import slow_down
-from tests.processes import MARK, marked, server_pids
+from tests.processes import MARK, after_a_while, in_sessions, marked, server_pids
 
 TOLERANCE = 1e-4
 
@@ -91,16 +91,18 @@ def test_a_launched_server_that_is_killed_comes_back_with_the_newest_weights(sgl
             assert not calls.done()
             os.kill(killed, signal.SIGKILL)
             await calls
-            assert server_pids(mark) not in ([], [killed])
+            (started,) = server_pids(mark)
+            assert started != killed and len(in_sessions([started])) > 2
         finally:
             await engine.close()
             await engine.close()
+        return killed, started
 
-    asyncio.run(run())
+    sessions = asyncio.run(run())
     for sample in wanted:
         assert set(sample.weight_versions) == {"1"}
         assert reference.largest_error(sample, new, 1.0) < TOLERANCE
-    assert marked(mark) == {}
+    assert after_a_while(lambda: in_sessions(sessions)) == [] and marked(mark) == {}
 
 
 def url_of(pid, mark):

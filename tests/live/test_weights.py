@@ -183,6 +183,20 @@ def test_a_server_that_lost_its_weights_is_given_them_again(drive, private, way,
     assert private.url in warning and "'default'" in warning and f"{way} newest" in warning
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_an_update_that_another_trainer_has_left_half_way_is_no_hindrance(drive, private, way):
+    model, wanted = reference.load(private.model, noise_seed=10), samples()
+
+    async def work(engine):
+        await tell(private, "/pause_generation", mode="retract")
+        await tell(private, "/begin_weight_update")
+        await engine.update_weights(arrays(model), f"{way} after all")
+        await respond(engine, model, wanted)
+
+    drive(work, way)
+    assert max(reference.largest_error(sample, model, CONFIG.temperature) for sample in wanted) < TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -221,6 +235,9 @@ async def slowed_down(launched):
 
 async def as_if_restarted(launched):
     """The server's first weights, under their name."""
-    body = {"model_path": str(launched.model), "weight_version": "default"}
+    await tell(launched, "/update_weights_from_disk", model_path=str(launched.model), weight_version="default")
+
+
+async def tell(launched, path, **body):
     async with httpx.AsyncClient(base_url=launched.url) as client:
-        (await client.post("/update_weights_from_disk", json=body)).raise_for_status()
+        (await client.post(path, json=body)).raise_for_status()

@@ -17,7 +17,7 @@ from miles_sc.rollout.engines.sglang.client import ClientSettings
 from miles_sc.rollout.engines.sglang.router import router_process
 from miles_sc.rollout.engines.sglang.server import ServerFailed, server_process
 from miles_sc.rollout.engines.sglang.settings import CPU_SERVER_ARGS, SglangSettings, server_command, server_environment
-from tests.processes import LINUX, MARK, marked, server_pids, supervisor_pids
+from tests.processes import LINUX, MARK, after_a_while, marked, server_pids, supervisor_pids
 from tests.rollout.fakes import behaviour, fake_python
 
 SELECTED = ScoreCenteringConfig(top_logprobs_num=8)
@@ -120,15 +120,8 @@ def process(tmp_path, monkeypatch):
 
 @pytest.fixture
 def left(tmp_path):
-    """``left() -> processes`` that this test has started and that are there after a while."""
-
-    def left():
-        deadline = time.monotonic() + 20
-        while (found := marked(str(tmp_path))) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return found
-
-    return left
+    """``left() -> processes`` that this test has started and that do not go away."""
+    return lambda: after_a_while(lambda: marked(str(tmp_path)))
 
 
 def port_of(server):

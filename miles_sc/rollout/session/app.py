@@ -5,7 +5,6 @@ import contextlib
 import hmac
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 
 import orjson
 from fastapi import Depends, FastAPI, Request, Response
@@ -36,9 +35,7 @@ class SessionServer:
         api_key: what clients must present as a bearer token; None lets everybody in.
     """
 
-    def __init__(
-        self, recorder: Recorder, relay: Relay, limits: SessionLimits, *, api_key: str | None = None
-    ) -> None:
+    def __init__(self, recorder: Recorder, relay: Relay, limits: SessionLimits, *, api_key: str | None = None) -> None:
         self.sessions = Sessions(limits)
         self._recorder = recorder
         self._relay = relay
@@ -57,8 +54,7 @@ class SessionServer:
         return _json({"session_id": self.sessions.create(evaluation=evaluation).id})
 
     async def overview(self) -> Response:
-        sessions, limits = self.sessions, asdict(self._limits)
-        return _json({"sessions": len(sessions), "bytes_held": sessions.nbytes, "limits": limits})
+        return _json(self.sessions.summary())
 
     async def describe(self, session_id: str) -> Response:
         return _json(self.sessions.get(session_id).summary())

@@ -137,10 +137,14 @@ def _kept(turn: RecordedTurn, dropped: int) -> int:
 
 def _common(earlier: RecordedTurn, later: RecordedTurn) -> int:
     """Length of the longest common prefix of the earlier prompt and answer with the later prompt."""
-    before, after = earlier.token_ids, later.prompt_ids
-    length = min(before.size, after.size)
-    differ = before[:length] != after[:length]
-    return int(np.argmax(differ)) if differ.any() else length
+    start = 0
+    for ids in (earlier.prompt_ids, earlier.generated.token_ids):
+        there = later.prompt_ids[start : start + ids.size]
+        differ = ids[: there.size] != there
+        if differ.any():
+            return start + int(np.argmax(differ))
+        start += there.size
+    return start
 
 
 def _does_not_continue(number: int, earlier: RecordedTurn, later: RecordedTurn) -> str:

@@ -42,8 +42,9 @@ def parse_object(body: bytes, allowed: tuple[str, ...] = ()) -> dict[str, Any]:
         return {}
     try:
         value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise SessionError(f"the body is no JSON: {error}", 400, "invalid_json") from None
+        orjson.dumps(value)  # what is nested too deeply for this cannot be sent on
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError) as error:
+        raise SessionError(f"the body is no JSON, or nested too deeply: {error}", 400, "invalid_json") from None
     if not isinstance(value, dict):
         raise SessionError(f"the body is a JSON {type(value).__name__}: send an object", 400, "invalid_json")
     if unknown := allowed and set(value) - set(allowed):

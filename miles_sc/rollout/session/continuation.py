@@ -146,7 +146,7 @@ class PromptContinuation:
                 **options.get("chat_template_kwargs", {}),
             )
         except (TypeError, ValueError, jinja2.TemplateError) as error:
-            raise _CannotContinue(f"the chat template fails on it: {error}") from error
+            raise _CannotContinue(f"the chat template fails on it ({type(error).__name__})") from error
 
 
 def _last_recorded(conversation: Conversation, recorded: Mapping[bytes, RecordedTurn]) -> tuple[int, RecordedTurn]:
@@ -171,8 +171,7 @@ def _said(message: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("role") != "assistant":
         return {name: value for name, value in message.items() if value is not None}
     calls = [
-        {"id": call.get("id"), **(call.get("function") or {})} if isinstance(call, Mapping) else call
-        for call in message.get("tool_calls") or ()
+        [call.get("id"), call.get("function")] if isinstance(call, Mapping) else call for call in message.get("tool_calls") or ()
     ]
     said = {"role": "assistant", "content": message.get("content") or "", "tool_calls": calls}
     others = {name: value for name, value in message.items() if name not in (*said, *_OPTIONAL) and value is not None}

@@ -17,6 +17,8 @@ from miles_sc.rollout.session.record import RecordedTurn, read_turn
 from miles_sc.rollout.session.stream import event_stream
 
 CHAT = "/v1/chat/completions"
+# What a run's sampler writes out; everything else that is added makes the turn recordable.
+_SAMPLER = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 # Refusals that are about the engine's credentials or addresses, not about what the client said.
 _OUR_FAULT = frozenset({401, 403, 404, 405})
 
@@ -116,8 +118,8 @@ class Recorder:
         return await asyncio.get_running_loop().run_in_executor(self._rendering, continued)
 
 
-def _told_by_engine(error: EngineError, added: str) -> SessionError:
-    """The engine's refusal of what its client said stays the client's; what the engine lacks is a fault behind this server."""
+def _told_by_engine(error: EngineError, added: Mapping[str, Any]) -> SessionError:
+    """The engine's refusal of what its client said stays the client's; of what this server added, it is a fault behind it."""
     status = error.status
     if status == 504 or isinstance(error.__cause__, TimeoutError):
         return SessionError(str(error), 504, "engine_timeout")
@@ -125,4 +127,11 @@ def _told_by_engine(error: EngineError, added: str) -> SessionError:
         return SessionError(str(error), 503, "engine_busy")
     if status is None or not 400 <= status < 500 or status in _OUR_FAULT:
         return SessionError(str(error), 502, "engine_failed")
-    return SessionError(f"{error}; the session server had added {added}", status, "engine_refused")
+    # not in full: a prompt's token ids may be among them
+    fields = ", ".join(
+        f"{name} = {value!r}" if name != "input_ids" else f"{len(value)} input_ids" for name, value in added.items()
+    )
+    told = f"{error}; the session server had added {fields}"
+    if any(name in str(error) for name in added if name not in _SAMPLER):
+        return SessionError(f"{told}; ask the engine directly, or update the router before it", 502, "not_recorded")
+    return SessionError(told, status, "engine_refused")

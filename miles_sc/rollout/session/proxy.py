@@ -86,10 +86,9 @@ def engine_request(config: ScoreCenteringConfig, body: Mapping[str, Any], wishes
     return request
 
 
-def added_fields(body: Mapping[str, Any], request: Mapping[str, Any]) -> str:
-    """What the engine was asked beyond the client's own words, to explain its refusal."""
-    added = {name: value for name, value in request.items() if name not in body or body[name] != value}
-    return ", ".join(f"{name} = {value!r}" for name, value in added.items())
+def added_fields(body: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """What the engine is asked beyond the client's own words, to explain its refusal."""
+    return {name: value for name, value in request.items() if name not in body or body[name] != value}
 
 
 def client_reply(answer: dict[str, Any], wishes: Wishes) -> dict[str, Any]:
@@ -131,6 +130,8 @@ def _check_shape(body: Mapping[str, Any]) -> None:
         if not isinstance(tool.get("function") or {}, Mapping):
             raise ValueError(f"tools: function = {str(tool['function'])[:80]}: give an object")
     for message in body["messages"]:
+        if not isinstance(message.get("tool_calls") or [], list):
+            raise ValueError(f"tool_calls = {str(message['tool_calls'])[:80]}: give a list")
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             kind = part.get("type") if isinstance(part, Mapping) else None
             if isinstance(kind, str) and any(word in kind for word in _NOT_TEXT):

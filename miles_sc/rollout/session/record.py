@@ -22,7 +22,7 @@ class RecordedTurn:
         generated: what it answered, validated.
         droppable: how many of the last generated tokens a chat template may leave out when it renders the turn into the next
             prompt: the stop, and white space before it.
-        stop_token: the last generated token, if it ended the answer by itself.
+        stop_token: the last generated token, where the engine says that it ended the answer.
     """
 
     arrival: int
@@ -71,12 +71,14 @@ def read_turn(answer: Mapping[str, Any], config: ScoreCenteringConfig, *, vocab_
     if generated.finish_reason not in ("stop", "length", "abort"):
         raise ValueError(f"finish_reason = {meta_info.get('finish_reason')!r}: only stop, length and abort are understood")
     matched = meta_info["finish_reason"].get("matched") if isinstance(meta_info["finish_reason"], dict) else None
+    if isinstance(matched, int) and generated.token_ids[-1:].tolist() != [matched]:
+        matched = None
     return RecordedTurn(
         arrival=arrival,
         prompt_ids=_prompt_ids(choices[0], vocab_size),
         generated=generated,
         droppable=_droppable(meta_info, matched),
-        stop_token=matched if isinstance(matched, int) and len(generated) else None,
+        stop_token=matched if isinstance(matched, int) else None,
     )
 
 
@@ -109,7 +111,7 @@ def _droppable(meta_info: Mapping[str, Any], matched: int | str | None) -> int:
 def _stop_length(matched: int | str | None, texts: Sequence[str | None]) -> int:
     """How many of the last tokens make up the stop: one token, or a stop string's."""
     if isinstance(matched, int):
-        return min(1, len(texts))
+        return 1
     if isinstance(matched, str) and matched:
         tail = ""
         for count, text in enumerate(reversed(texts), start=1):

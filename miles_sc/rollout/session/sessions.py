@@ -7,6 +7,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from miles_sc.rollout.session.errors import SessionError
@@ -76,9 +77,17 @@ class Sessions:
         self._reasons: OrderedDict[str, str] = OrderedDict()
         self.nbytes = 0
         self.released = 0  # bytes let go of since somebody set it to 0
+        self._prompts: Counter[str] = Counter()
 
-    def __len__(self) -> int:
-        return len(self._open)
+    def summary(self) -> dict[str, Any]:
+        """What ``GET /sessions`` answers."""
+        return {
+            "sessions": len(self._open),
+            "calls_under_way": sum(session.calls for session in self._open.values()),
+            "bytes_held": self.nbytes,
+            "prompts": dict(self._prompts),
+            "limits": asdict(self._limits),
+        }
 
     def create(self, *, evaluation: bool) -> Session:
         """A new one.
@@ -158,7 +167,8 @@ class Sessions:
         self._check_open(session)
         self._check_room(session, turn.nbytes)
         bisect.insort(session.turns, turn, key=lambda turn: turn.arrival)
-        session.prompts[exchange.prompt.origin] += 1
+        for prompts in (session.prompts, self._prompts):
+            prompts[exchange.prompt.origin] += 1
         if exchange.said is not None:
             session.said[exchange.said] = turn
         session.nbytes += turn.nbytes

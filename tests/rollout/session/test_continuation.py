@@ -63,7 +63,7 @@ def test_an_answer_goes_on_as_it_was_sampled(engine, serve, ending, finish):
     told += ENDINGS[ending]
     first = encode("[user]first[assistant]")
     assert engine.requests[1]["input_ids"] == first + told + encode("[user]second" + ending + "[assistant]")
-    assert prompts(client, session) == {"new": 1, "continued": 2}
+    assert prompts(client, session) == {"new": 1, "continued": 2} == client.request("GET", "/sessions").json()["prompts"]
     (sample,) = client.samples(session)
     assert sample.turns == 3 and sum(sample.loss_mask) >= len("cab" + "abc" + "third")
 
@@ -137,7 +137,7 @@ OPEN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '' if loop.last e
     [
         (ROLLING, "the chat template renders earlier messages otherwise now"),
         (SILENT, "the chat template renders earlier messages otherwise now"),
-        (FAILING, "the chat template fails on it: 'nothing' is undefined"),
+        (FAILING, "the chat template fails on it (UndefinedError)"),
     ],
 )
 def test_a_template_that_does_not_extend_leaves_the_prompt_to_the_engine(engine, serve, template, reason):
@@ -162,6 +162,7 @@ def test_calls_whose_end_is_not_shown_are_rendered(engine, serve, template):
     ("change", "reason"),
     [
         (lambda m: m[1].update(content="AB"), "no recorded answer stands in it as it was given"),
+        (lambda m: m[1].update(name="Bo"), "no recorded answer stands in it as it was given"),
         (lambda m: m[0].update(content="ho"), "no recorded answer stands in it as it was given"),
         (lambda m: m.append({"role": "assistant", "content": "so"}), "its last message is an answer, to be gone on with"),
         (lambda m: m[2].update(content=[{"type": "text", "text": "x"}]),

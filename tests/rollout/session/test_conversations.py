@@ -175,6 +175,7 @@ def test_a_session_tells_what_it_holds(engine, client):
     say(agent, "more", messages)
     told = client.request("GET", f"/sessions/{session}").json()
     assert (told["turns"], told["generated_tokens"], told["weight_versions"]) == (2, 8, ["7", "8"])
+    assert client.request("GET", "/sessions").json()["sessions"] == 1
     assert told["bytes_held"] == client.request("GET", "/sessions").json()["bytes_held"] > 8 * K * 8
     assert (told["evaluation"], told["calls_under_way"]) == (False, 0) and told["age"] >= told["idle"] >= 0
     deleted = client.request("DELETE", f"/sessions/{session}").json()

@@ -6,6 +6,7 @@ import pytest
 from miles_sc.rollout.engines.sglang.client import ClientSettings
 from tests.rollout.session.chat_engine import FORCED
 from tests.rollout.session.conftest import K, say
+from tests.rollout.session.test_continuation import Tokenizer, template
 
 
 def failing(agent, error=openai.APIStatusError, **kwargs):
@@ -66,12 +67,33 @@ def test_an_engines_refusal_is_told_with_its_words(engine, client, status, told,
     assert (f"top_logprobs = {K}" in error.message) == (code == "engine_refused")
 
 
+@pytest.mark.parametrize(
+    ("own", "status"), [({}, 502), ({"logprobs": True, "top_logprobs": K}, 400), ({"logprobs": True, "top_logprobs": 3}, 502)]
+)
+def test_a_router_that_allows_fewer_candidates_is_no_fault_of_the_clients(engine, client, own, status):
+    _, agent = client.open()
+    engine.status, engine.refusal = 400, "top_logprobs: at most 10"
+    error = failing(agent, **own)
+    assert error.status_code == status and "top_logprobs: at most 10" in error.message
+    assert ("update the router" in error.message) == (status == 502)
+
+
+def test_a_refusal_does_not_repeat_the_prompts_tokens(engine, serve):
+    client = serve(tokenizer=Tokenizer(template()))
+    _, agent = client.open()
+    messages = say(agent, "hi" * 1000)
+    engine.status = 400
+    error = failing(agent, before=messages)
+    assert "input_ids, " not in error.message and f"{len(engine.requests[1]['input_ids'])} input_ids" in error.message
+    assert len(error.message) < 1000
+
+
 def test_an_engine_that_does_not_answer_in_time_is_a_504(engine, serve):
     client = serve(client=ClientSettings(attempts=1, request_timeout=0.2))
     engine.held.clear()
     for body in ({}, {"evaluation": True}):
         _, agent = client.open(**body)
-        error = failing(agent)
+        error = failing(agent.with_options(timeout=5))
         assert error.status_code == 504 and "no answer within 0.2 s" in error.message
 
 
@@ -107,6 +129,8 @@ def test_a_deleted_session_says_so(client):
         (b'{"a": NaN}', "the body is no JSON"),
         (b"[]", "the body is a JSON list: send an object"),
         (b"[" * 5000, "the body is no JSON"),
+        (b'{"a":' + b"[" * 300 + b"]" * 300 + b"}", "nested too deeply"),
+        (b'{"a":' + b"[" * 900 + b"]" * 900 + b"}", "nested too deeply"),
     ],
 )
 @pytest.mark.parametrize("path", ["/sessions", "/sessions/{}/samples", "/sessions/{}/v1/chat/completions"])

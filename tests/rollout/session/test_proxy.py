@@ -67,6 +67,7 @@ def test_alternatives_with_their_texts_are_asked_for_when_the_client_wants_them(
         ({"stream_options": [1]}, "stream_options = .*give an object"),
         ({"messages": None}, "messages = None: give a list of objects"),
         ({"messages": ["hi"]}, "messages = .*give a list of objects"),
+        ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "tool_calls = 3: give a list"),
         ({"tools": {}}, "tools = .*give a list of objects"),
         ({"tools": [{"function": "add"}]}, "function = add: give an object"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type image_url: a Sample holds token ids alone"),
@@ -95,7 +96,7 @@ def test_text_in_parts_is_no_image():
 
 
 def test_what_was_added_is_told():
-    assert added_fields({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": True}) == "b = 3, c = True"
+    assert added_fields({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": True}) == {"b": 3, "c": True}
 
 
 def test_fewer_alternatives_than_the_client_wants_are_an_error():

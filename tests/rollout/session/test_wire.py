@@ -2,6 +2,8 @@
 
 import dataclasses
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import orjson
@@ -108,6 +110,13 @@ def test_views_and_read_only_arrays_are_encoded():
 def test_what_would_not_come_back_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         encode_samples([recorded(), recorded(**fields)])
+
+
+def test_reading_a_body_needs_no_web_framework():
+    code = (
+        "import sys, miles_sc.rollout.session; print([name for name in sys.modules if name in ('fastapi', 'uvicorn', 'httpx')])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 # --- damaged bodies

@@ -56,9 +56,11 @@ class Checkpoint:
         """``state`` without an output layer that repeats the embedding.
 
         Raises:
-            ValueError: missing or unexpected names, another shape, something that is no array, or a tied output layer that
-                differs from the embedding.
+            ValueError: no weights, missing or unexpected names, another shape, something that is no array, or a tied output layer
+                that differs from the embedding.
         """
+        if not state:
+            raise ValueError("no weights at all: send every tensor of the model")
         for name, value in state.items():
             if not isinstance(value, np.ndarray | Tensor):
                 raise ValueError(f"{name} is a {type(value).__name__}: send a numpy array or a torch tensor")

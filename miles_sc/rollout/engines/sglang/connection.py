@@ -40,7 +40,7 @@ class Server:
 
     async def weight_version(self) -> str:
         """The name of the weights that it holds."""
-        return (await self.control.get("/model_info"))["weight_version"]
+        return (await self.generations.get("/model_info"))["weight_version"]
 
     @contextmanager
     def busy(self) -> Iterator[None]:

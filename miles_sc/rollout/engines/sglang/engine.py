@@ -66,7 +66,7 @@ class SglangEngine:
             ValueError: a server that does not start, cannot be reached or cannot be trained with, or a K above the vocabulary.
                 Nothing that was launched is left running.
         """
-        checkpoint = Checkpoint.read(Path(model_path))
+        checkpoint = Checkpoint.read(Path(model_path).absolute())
         if checkpoint.vocab_size is not None:
             config.check_vocabulary(checkpoint.vocab_size)
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,6 @@ class SglangEngine:
             EngineError: a server that did not take them. Calls are refused until an update has come through.
         """
         async with self._lock:
-            state = self._checkpoint.matching(state)
             self._versions.announce(version)
             update = await asyncio.to_thread(self._new_update, state, version)
             try:
@@ -182,7 +181,8 @@ class SglangEngine:
                 await self._send_again(error)
             except EngineError as error:
                 problem = error
-                if not await self._bring_back(restarts):
+                refused = error.status is not None and error.status < 500
+                if refused or not await self._bring_back(restarts):
                     raise
         raise EngineError(
             f"no answer that can be used in {_ATTEMPTS} attempts, the last time: {problem}; does somebody else update these "
@@ -201,6 +201,7 @@ class SglangEngine:
             self._refuse_mixed_weights()
             if self._update is None:
                 raise EngineError(f"{stale}; no weights were sent yet that could be sent again: update them first") from stale
+            await self._start_ended()
             held = await _held_versions(self._servers)
             behind = [server for server, version in zip(self._servers, held, strict=True) if version != self._update.version]
             if behind:
@@ -250,6 +251,7 @@ class SglangEngine:
                 )
 
     def _new_update(self, state: State, version: str) -> WeightUpdate:
+        state = self._checkpoint.matching(state)
         if self._settings.update_weights_by == "disk":
             return DiskUpdate(state, version, model_path=self._checkpoint.path, folder=self._log_dir)
         return {"distributed": BroadcastUpdate, "tensor": TensorUpdate}[self._settings.update_weights_by](state, version)

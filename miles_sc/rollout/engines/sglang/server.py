@@ -123,15 +123,8 @@ class ServerProcess:
     def _spawn(self) -> None:
         launch = self.launch
         launch.log.parent.mkdir(parents=True, exist_ok=True)
-        supervised = [
-            sys.executable,
-            "-I",
-            "-S",
-            supervisor.__file__,
-            str(os.getpid()),
-            str(launch.stop_timeout),
-            *self._command(),
-        ]
+        bare_python = (sys.executable, "-I", "-S")
+        supervised = [*bare_python, supervisor.__file__, str(os.getpid()), str(launch.stop_timeout), *self._command()]
         # a file and no pipe: children inherit it, and a pipe that nobody reads would stop them
         with launch.log.open("ab") as log:
             self._log_start = log.tell()

@@ -35,7 +35,7 @@ State = Mapping[str, np.ndarray | Tensor]
 BUCKET_BYTES = 512 << 20
 _SHARD_BYTES = 4 << 30
 _WEIGHT_FILES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf")
-_JOIN_SECONDS = 120.0
+_JOIN_SECONDS = 60.0
 
 
 class WeightUpdate(Protocol):
@@ -121,10 +121,12 @@ class _HeldUpdate:
 
     def _parts(self) -> Iterator[tuple[list[tuple[str, Tensor]], dict[str, Any]]]:
         """The weights in buckets, each with what a server must be told beside them."""
-        buckets = list(_buckets(self._state, BUCKET_BYTES))
-        for bucket in buckets:
-            last = bucket is buckets[-1]
-            yield bucket, {"weight_version": self.version if last else None, "flush_cache": last}
+        buckets = _buckets(self._state, BUCKET_BYTES)
+        bucket = next(buckets)
+        for following in buckets:
+            yield bucket, {"weight_version": None, "flush_cache": False}
+            bucket = following
+        yield bucket, {"weight_version": self.version, "flush_cache": True}
 
 
 class BroadcastUpdate(_HeldUpdate):
@@ -168,14 +170,24 @@ class TensorUpdate(_HeldUpdate):
 @asynccontextmanager
 async def _loading(servers: Sequence[Server]) -> AsyncIterator[None]:
     """Servers in the state in which they take weights in parts."""
-    await all_or_none(_if_known(server, "/begin_weight_update") for server in servers)
     try:
+        await all_or_none(_begin(server) for server in servers)
         yield
     except BaseException:
-        # or no later update could begin
         await asyncio.gather(*(_if_known(server, "/end_weight_update") for server in servers), return_exceptions=True)
         raise
     await all_or_none(_if_known(server, "/end_weight_update") for server in servers)
+
+
+async def _begin(server: Server) -> None:
+    try:
+        await _if_known(server, "/begin_weight_update")
+    except EngineError as error:
+        if error.status != 400:
+            raise
+        # a trainer that was killed in an update has left it in that state
+        await _if_known(server, "/end_weight_update")
+        await _if_known(server, "/begin_weight_update")
 
 
 async def _if_known(server: Server, path: str) -> None:
