@@ -105,30 +105,36 @@ class PromptContinuation:
             return Prompt(None, f"rendered: {reason}")
 
     def _continued(self, conversation: Conversation, said: int, turn: RecordedTurn) -> list[int]:
-        ending, after = self._behind_answer(conversation, said)
+        stop = "" if turn.stop_token is None else self._tokenizer.decode([turn.stop_token], skip_special_tokens=False)
+        ending, after = self._behind_answer(conversation, said, stop)
         ids = turn.token_ids
-        if turn.stop_token is not None:
-            stop = self._tokenizer.decode([turn.stop_token], skip_special_tokens=False)
-            if ending.startswith(stop):
-                ending = ending[len(stop) :]
-            else:  # the template ends an answer in its own way
-                ids = ids[:-1]
+        if ending.startswith(stop):
+            ending = ending[len(stop) :]
+        else:  # the template ends an answer in its own way
+            ids = ids[:-1]
         return [*ids.tolist(), *self._tokenizer.encode(ending + after, add_special_tokens=False)]
 
-    def _behind_answer(self, conversation: Conversation, said: int) -> tuple[str, str]:
+    def _behind_answer(self, conversation: Conversation, said: int, stop: str) -> tuple[str, str]:
         """How the template ends the last of the ``said`` messages, an answer, and what it writes behind it."""
         before, answer, later = conversation.messages[: said - 1], conversation.messages[said - 1], conversation.messages[said:]
         answer = {**answer, "content": _MARK}
         whole = self._render([*before, answer, *later], conversation, add_generation_prompt=True)
-        if whole.count(_MARK) != 1 or not whole.startswith(self._render(before, conversation)):
+        if whole.count(_MARK) != 1:
+            raise _CannotContinue("the chat template does not show an answer's words")
+        if not whole.startswith(self._render(before, conversation)):
             raise _CannotContinue("the chat template renders earlier messages otherwise now")
-        alone = self._behind_words([*before, answer], conversation)
-        ending, behind = alone, whole.partition(_MARK)[2]
-        if answer.get("tool_calls"):  # they stand between an answer's words and its end
-            ending = self._behind_words([{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}], conversation)
-        if not (behind.startswith(alone) and alone.endswith(ending)) or (answer.get("tool_calls") and not ending):
+        alone, behind = self._behind_words([*before, answer], conversation), whole.partition(_MARK)[2]
+        ending = self._ending_of_calls(alone, conversation, stop) if answer.get("tool_calls") else alone
+        if not (behind.startswith(alone) and alone.endswith(ending)):
             raise _CannotContinue("the chat template does not show where an answer ends")
         return ending, behind[len(alone) :]
+
+    def _ending_of_calls(self, alone: str, conversation: Conversation, stop: str) -> str:
+        """What ends an answer whose calls stand between its words and its end: its stop, or else what ends one without calls."""
+        _, found, rest = alone.rpartition(stop) if stop else ("", "", "")
+        if found and not rest.strip():
+            return found + rest
+        return self._behind_words([{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}], conversation)
 
     def _behind_words(self, messages: Sequence[Mapping[str, Any]], conversation: Conversation) -> str:
         return self._render(messages, conversation).partition(_MARK)[2]

@@ -76,7 +76,7 @@ def test_without_a_tokenizer_the_same_history_breaks(engine, client):
     assert client.refused("POST", f"/sessions/{session}/samples")[0] == 422
 
 
-@pytest.mark.parametrize("ending", ["<eos>", "<eos>\n", ";"])
+@pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_and_a_tools_answer_go_on(engine, serve, ending, stream):
     client = serve(tokenizer=Tokenizer(template(ending)))
@@ -129,14 +129,23 @@ def test_a_client_may_leave_out_thoughts_and_empty_fields(engine, serve):
 ROLLING = "{{ messages | length }}" + template()
 FAILING = "{% if messages | length > 2 %}{{ nothing }}{% endif %}" + template()
 SILENT = "{% for m in messages %}[{{ m.role }}]{{ m.content if m.role == 'user' }}{% endfor %}[assistant]"
-OPEN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '' if loop.last else '.' }}{% endfor %}"
+ROUNDED = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '.' if loop.last and m.role == 'assistant' }}{% endfor %}" + FRAME
+)
+TWO_ENDINGS = (
+    "{% for m in messages %}[{{ m.role }}]"
+    + BODY
+    + "{{ '?' if m.tool_calls else ';' if m.role == 'assistant' }}{% endfor %}"
+    + FRAME
+)
 
 
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
         (ROLLING, "the chat template renders earlier messages otherwise now"),
-        (SILENT, "the chat template renders earlier messages otherwise now"),
+        (SILENT, "the chat template does not show an answer's words"),
+        (ROUNDED, "the chat template does not show where an answer ends"),
         (FAILING, "the chat template fails on it (UndefinedError)"),
     ],
 )
@@ -149,13 +158,22 @@ def test_a_template_that_does_not_extend_leaves_the_prompt_to_the_engine(engine,
     assert client.samples(session)[0].turns == 2  # the engine's own prompt happens to continue
 
 
-@pytest.mark.parametrize("template", [template(), OPEN])
-def test_calls_whose_end_is_not_shown_are_rendered(engine, serve, template):
-    client = serve(tokenizer=Tokenizer(template))
+def test_calls_whose_end_is_not_shown_are_rendered(engine, serve):
+    client = serve(tokenizer=Tokenizer(TWO_ENDINGS))
     session, agent = client.open()
     engine.words = [CALL]
     say(agent, "more", say(agent, "hi"))
     assert prompts(client, session) == {"new": 1, "rendered: the chat template does not show where an answer ends": 1}
+
+
+def test_calls_may_end_in_a_stop_of_their_own(engine, serve):
+    client = serve(tokenizer=Tokenizer(TWO_ENDINGS.replace("?", "<eos>")))
+    session, agent = client.open()
+    engine.words = [CALL]
+    say(agent, "more", say(agent, "hi"))
+    assert prompts(client, session) == {"new": 1, "continued": 1}
+    told = encode("[user]hi[assistant]") + encode("cab<add>", merge=False) + [EOS] + encode("[user]more[assistant]")
+    assert engine.requests[1]["input_ids"] == told
 
 
 @pytest.mark.parametrize(
