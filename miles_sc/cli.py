@@ -54,19 +54,20 @@ def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from miles_sc.trainer.cluster import Actors, ray_session
     from miles_sc.trainer.compare import planned_runs
     from miles_sc.trainer.driver import Interrupted, stop_requests, train
-    from miles_sc.trainer.layout import world_size
+    from miles_sc.trainer.layout import engine_gpus, world_size
     from miles_sc.trainer.report import write_report
-    from miles_sc.trainer.validation import check_engine_interpreter, check_model_directories
+    from miles_sc.trainer.validation import check_engine, check_model_directories
 
     finish_train_arguments(args, parser)
     runs = planned_runs(args)
     for own, directory, _ in runs:
         check_model_directories(own)
-        check_engine_interpreter(own)
+        check_engine(own)
         checkpoint_to_continue(own)
         directory.claim()
     print("starting Ray and the model's processes (some 10 seconds; a minute on a busy machine)", flush=True)
-    with stop_requests() as stop, ray_session(), Actors(world_size(args), overlapping=args.train_async) as actors:
+    ranks, gpus = world_size(args), engine_gpus(args)
+    with stop_requests() as stop, ray_session(), Actors(ranks, overlapping=args.train_async, engine_gpus=gpus) as actors:
         try:
             for own, directory, title in runs:
                 train(own, directory, actors, stop, title=title)

@@ -31,7 +31,8 @@ def configure_request(
     Raises:
         ValueError: a field of this call that would sample from another distribution than the run's.
     """
-    configured = copy.deepcopy(dict(request))
+    # the prompt may be long, and its ids need no deep copy, which visits each
+    configured = {name: list(value) if name == "input_ids" and value else copy.deepcopy(value) for name, value in request.items()}
     if config.top_logprobs_num == 0 or evaluation:
         return configured
     if openai:

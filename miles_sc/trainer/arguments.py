@@ -129,7 +129,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     add(
         "--sglang-server-concurrency", type=int, default=64, metavar="N",
-        help="calls under way at once, over all servers (default: %(default)s)",
+        help="calls under way at once on each server, or on the router (default: %(default)s)",
     )  # fmt: skip
     add(
         "--rollout-request-timeout", type=float, default=600.0, metavar="S",

@@ -28,15 +28,16 @@ def ray_session() -> Iterator[None]:
 class Actors:
     """One rollout actor and the train actors, alive inside a ``with`` block; each run of a command takes them anew."""
 
-    def __init__(self, world_size: int, *, overlapping: bool) -> None:
+    def __init__(self, world_size: int, *, overlapping: bool, engine_gpus: int = 0) -> None:
         """Args:
         world_size: train actors.
+        engine_gpus: of the servers that the rollout actor will launch, where there are GPUs.
         overlapping: rollout and training run at once and share the cores; otherwise they take turns on all of them.
         """
         cores = os.cpu_count() or 1
         rollout_threads = max(cores // (world_size + 1), 1) if overlapping else cores
         train_threads = max(cores // (world_size + int(overlapping)), 1)
-        train_gpus, rollout_gpus = _gpu_shares(world_size)
+        train_gpus, rollout_gpus = _gpu_shares(world_size, engine_gpus)
         self.rollout = _spawn(RolloutActor, rollout_gpus, rollout_threads, rollout_threads)
         self._train = [
             _spawn(TrainActor, train_gpus, train_threads, rank, world_size, train_threads) for rank in range(world_size)
@@ -63,13 +64,19 @@ class Actors:
         return ray.get([getattr(actor, method).remote(*arguments) for actor in self._train])
 
 
-def _gpu_shares(world_size: int) -> tuple[float, float]:
-    """GPUs of a train actor and of the rollout actor: each its own, or the rollout beside one rank where none is left."""
+def _gpu_shares(world_size: int, engine_gpus: int) -> tuple[float, float]:
+    """GPUs of a train actor and of the rollout actor, whose servers see what it sees: each its own, or an embedded sampler beside
+    one rank where none is left."""
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if available == 0:
         return 0.0, 0.0
-    if available < world_size:
-        raise ValueError(f"--actor-num-gpus-per-node {world_size}: this machine has {available} GPUs; set at most {available}")
+    if available < world_size + engine_gpus:
+        servers = f" and {engine_gpus} of --rollout-num-engines x --rollout-num-gpus-per-engine" if engine_gpus else ""
+        raise ValueError(
+            f"--actor-num-gpus-per-node {world_size}{servers}: this machine has {available} GPUs; set at most {available} in all"
+        )
+    if engine_gpus:
+        return 1.0, float(engine_gpus)
     # two shares of 0.6 never meet on one GPU, which NCCL would refuse; 0.4 fits beside one
     return (1.0, 1.0) if available > world_size else (0.6, 0.4)
 

@@ -1,6 +1,5 @@
 """Which groups a rollout samples and which it keeps: over-sampling, early stop, and responses continued in a later rollout."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -46,6 +45,9 @@ async def collect(
 
     Returns:
         ``wanted`` complete groups, those that finished first but in the order of ``groups``; and the rest, complete or not.
+
+    Raises:
+        ValueError: too few are complete, since somebody else stopped responses.
     """
     stoppable, finished = _Stoppable(engine), []
 
@@ -57,6 +59,11 @@ async def collect(
                 await stoppable.stop()
 
     await all_or_none(fill(group) for group in groups)
+    if len(finished) < wanted:
+        raise ValueError(
+            f"{len(finished)} of {wanted} groups are complete: the engine aborted responses that nobody here stopped; does "
+            "somebody else use it? give every run servers of its own"
+        )
     kept = set(finished[:wanted])
     return [group for group in groups if group.number in kept], [group for group in groups if group.number not in kept]
 
@@ -69,20 +76,13 @@ class _Stoppable:
     """An engine that, once stopped, answers what was under way and what still comes with an abort."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._stopped, self._under_way = engine, False, 0
+        self._engine, self._stopped = engine, False
 
     async def generate(self, request: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T:
         if self._stopped:
             return read(_NOTHING)
-        self._under_way += 1
-        try:
-            return await self._engine.generate(request, read)
-        finally:
-            self._under_way -= 1
+        return await self._engine.generate(request, read)
 
     async def stop(self) -> None:
         self._stopped = True
-        while self._under_way:
-            # again and again: a call that waited for a connection starts when an aborted one has left
-            await self._engine.abort()
-            await asyncio.sleep(0.02)
+        await self._engine.abort()

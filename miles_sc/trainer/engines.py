@@ -44,7 +44,8 @@ class MismatchedEngine:
     async def update_weights(self, state: Mapping[str, Any], version: str) -> None:
         load_weights(self._model, state)
         self._mismatch.apply(self._model)
-        await self._engine.update_weights({name: self._model.state_dict()[name] for name in state}, version)
+        changed = self._model.state_dict()
+        await self._engine.update_weights({name: changed[name] for name in state}, version)
 
     async def abort(self) -> None:
         await self._engine.abort()

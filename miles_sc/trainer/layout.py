@@ -16,6 +16,12 @@ def world_size(args: argparse.Namespace) -> int:
     return args.actor_num_gpus_per_node or _model_ranks(args)
 
 
+def engine_gpus(args: argparse.Namespace) -> int:
+    """GPUs for the servers that the run launches, on a machine that has some."""
+    launched = args.rollout_engine == "sglang" and not args.rollout_external_engine_addrs
+    return args.rollout_num_engines * args.rollout_num_gpus_per_engine if launched else 0
+
+
 def data_parallel_size(args: argparse.Namespace) -> int:
     """Ranks, or groups of ranks, that hold samples of their own."""
     return world_size(args) // _model_ranks(args)

@@ -38,17 +38,22 @@ class PromptCodec:
         """Ids of what the policy is told after its turn, with the chat template's frame if asked for.
 
         Raises:
-            ValueError: a template that rewrites earlier messages when one is added.
+            ValueError: a template that rewrites earlier messages when one is added, or that ends an answer with another token
+                than the policy does.
         """
         if self._chat:
             conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
             said = self.tokenizer.apply_chat_template(conversation, tokenize=False)
             told = [*conversation, {"role": "user", "content": text}]
             whole = self.tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
-            if not whole.startswith(said):
-                raise ValueError("--max-turns: this chat template rewrites earlier messages; leave --apply-chat-template out")
-            # the policy has sampled the end-of-turn token itself; what the template writes after it is still to come
-            text = said.rpartition(self.tokenizer.eos_token)[2] + whole.removeprefix(said)
+            answer, _, after_answer = said.rpartition(self.tokenizer.eos_token)
+            if not whole.startswith(said) or "!" not in answer:
+                raise ValueError(
+                    "--max-turns with --apply-chat-template: this template rewrites earlier messages, or does not end an answer "
+                    f"with {self.tokenizer.eos_token!r}; leave --apply-chat-template out"
+                )
+            # the policy has sampled the end-of-sequence token itself; what the template writes after it is still to come
+            text = after_answer + whole.removeprefix(said)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import ray
@@ -28,7 +29,7 @@ from miles_sc.rollout.generate import (
 from miles_sc.rollout.sample import Sample
 from miles_sc.trainer.collection import Group, collect
 from miles_sc.trainer.drift import DriftProbe
-from miles_sc.trainer.engines import embedded_engine
+from miles_sc.trainer.engines import MismatchedEngine, embedded_engine
 from miles_sc.trainer.environments import VerifierFeedback
 from miles_sc.trainer.files import whole_directory
 from miles_sc.trainer.layout import context_layout, data_parallel_size
@@ -72,6 +73,8 @@ class RolloutActor:
         """
         await self.close()  # the last run's engine, before more is loaded
         self._args = args
+        # so that weights of the same number from another run, which a server may still hold, are not taken for this one's
+        self._run = uuid4().hex[:8]
         self._clean_model = self._clean_engine = self._probe = None
         self._config = ScoreCenteringConfig.from_args(args)
         self._task = task_from_args(args, seed=args.rollout_seed)
@@ -96,12 +99,13 @@ class RolloutActor:
 
     async def _start_engine(self) -> Engine:
         args = self._args
+        mismatch = parse_mismatch(args.rollout_mismatch, seed=args.rollout_seed)
         if args.rollout_engine == "sglang":
             from miles_sc.trainer.sglang_engine import start_sglang_engine  # an HTTP client that nobody else needs
 
             example = self._encode(self._held_out[0])
-            return await start_sglang_engine(args, self._config, self._load_model(), prompt_ids=example)
-        mismatch = parse_mismatch(args.rollout_mismatch, seed=args.rollout_seed)
+            engine = await start_sglang_engine(args, self._config, vocab_size=self._vocab_size, prompt_ids=example)
+            return engine if args.rollout_mismatch == "none" else MismatchedEngine(engine, self._load_model(), mismatch)
         return embedded_engine(args, self._load_model(), self._codec, mismatch)
 
     async def _start_probe(self) -> DriftProbe:
@@ -153,7 +157,7 @@ class RolloutActor:
 
     async def _collect(self, number: int, weights: dict[str, np.ndarray], version: str) -> list[Group]:
         args = self._args
-        await self._engine.update_weights(weights, version)
+        await self._engine.update_weights(weights, f"{self._run}-{version}")
         # a continued run starts where an uninterrupted one without unfinished groups would be
         self._next_problem = max(self._next_problem, number * args.rollout_batch_size)
         groups = list(self._unfinished)

@@ -4,32 +4,23 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from miles_sc.config import ScoreCenteringConfig
-from miles_sc.rollout.engines import Engine
-from miles_sc.rollout.engines.mismatch import parse_mismatch
 from miles_sc.rollout.engines.sglang.client import ClientSettings
 from miles_sc.rollout.engines.sglang.engine import SglangEngine
 from miles_sc.rollout.engines.sglang.settings import SglangSettings
 from miles_sc.rollout.probe import probe_native, raise_on_failure
-from miles_sc.trainer.engines import MismatchedEngine
 
 
 async def start_sglang_engine(
-    args: argparse.Namespace,
-    config: ScoreCenteringConfig,
-    model: PreTrainedModel,
-    *,
-    prompt_ids: Sequence[int],
-) -> Engine:
-    """SGLang servers, launched or connected to, whose route has shown that it delivers what the run needs.
+    args: argparse.Namespace, config: ScoreCenteringConfig, *, vocab_size: int, prompt_ids: Sequence[int]
+) -> SglangEngine:
+    """SGLang servers, launched or connected to, each of which has shown that it delivers what the run needs.
 
     Args:
-        model: a copy of its own, on which ``--rollout-mismatch`` works before the servers get the weights.
-        prompt_ids: what the route is tried with.
+        prompt_ids: what they are tried with.
 
     Raises:
         ValueError: a server that does not start or a route that degrades; every finding and its remedy are named.
@@ -38,13 +29,15 @@ async def start_sglang_engine(
         sglang_settings(args), model_path=args.hf_checkpoint, config=config, log_dir=Path(args.output_dir) / "engine_logs"
     )
     try:
-        if config.top_logprobs_num:
-            raise_on_failure(await probe_native(engine.ask, config, vocab_size=model.config.vocab_size, prompt_ids=prompt_ids))
+        findings = []
+        for address, ask in engine.routes.items():
+            found = await probe_native(ask, config, vocab_size=vocab_size, prompt_ids=prompt_ids)
+            findings += [replace(finding, route=f"{address} {finding.route}") for finding in found]
+        raise_on_failure(findings)
     except BaseException:
         await engine.close()
         raise
-    mismatch = parse_mismatch(args.rollout_mismatch, seed=args.rollout_seed)
-    return engine if args.rollout_mismatch == "none" else MismatchedEngine(engine, model, mismatch)
+    return engine
 
 
 def sglang_settings(args: argparse.Namespace) -> SglangSettings:

@@ -24,6 +24,16 @@ _AT_LEAST = {
 }  # fmt: skip
 
 
+# Flags of SGLang servers with their defaults: of any, and of those that are launched.
+_SERVERS = {
+    "sglang_router": "none", "update_weights_by": "disk", "sglang_server_concurrency": 64, "rollout_request_timeout": 600.0,
+    "rollout_external_engine_addrs": None,
+}  # fmt: skip
+_LAUNCHED_SERVERS = {
+    "rollout_num_engines": 1, "rollout_num_gpus_per_engine": 1, "sglang_python": None, "sglang_server_args": "",
+    "rollout_start_timeout": 600.0,
+}  # fmt: skip
+
 # Flags that would be ignored in silence.
 _WITHOUT_EFFECT = (
     ("--kl-loss-coef", "--use-kl-loss", lambda args: args.kl_loss_coef != 0 and not args.use_kl_loss),
@@ -37,19 +47,6 @@ _WITHOUT_EFFECT = (
     (
         "--partial-rollout", "--over-sampling-batch-size",
         lambda args: args.partial_rollout and args.over_sampling_batch_size is None,
-    ),
-    *(
-        (flag, "--rollout-engine sglang", lambda args, name=name, default=default: getattr(args, name) != default
-         and args.rollout_engine != "sglang")
-        for flag, name, default in (
-            ("--rollout-num-engines", "rollout_num_engines", 1),
-            ("--rollout-num-gpus-per-engine", "rollout_num_gpus_per_engine", 1),
-            ("--rollout-external-engine-addrs", "rollout_external_engine_addrs", None),
-            ("--sglang-python", "sglang_python", None),
-            ("--sglang-server-args", "sglang_server_args", ""),
-            ("--sglang-router", "sglang_router", "none"),
-            ("--update-weights-by", "update_weights_by", "disk"),
-        )
     ),
     ("--compare-seeds", "--compare", lambda args: args.compare_seeds != 1 and args.compare is None),
     (
@@ -137,14 +134,23 @@ def _validate_rollout(args: argparse.Namespace) -> None:
             f"--over-sampling-batch-size {args.over_sampling_batch_size} is smaller than --rollout-batch-size "
             f"{args.rollout_batch_size}: set at least as many"
         )
-    if args.rollout_external_engine_addrs and args.rollout_num_engines != 1:
-        raise ValueError(
-            "--rollout-num-engines with --rollout-external-engine-addrs: no server is launched then; leave the number out"
-        )
+    for name, default in (_SERVERS | _LAUNCHED_SERVERS).items():
+        if getattr(args, name) != default and args.rollout_engine != "sglang":
+            raise ValueError(f"{_flag(name)} has no effect without --rollout-engine sglang: add that, or leave {_flag(name)} out")
+    for name, default in _LAUNCHED_SERVERS.items():
+        if getattr(args, name) != default and args.rollout_external_engine_addrs:
+            raise ValueError(
+                f"{_flag(name)} has no effect with --rollout-external-engine-addrs: no server is launched then; leave one out"
+            )
     try:
-        shlex.split(args.sglang_server_args)
+        words = shlex.split(args.sglang_server_args)
     except ValueError as error:
         raise ValueError(f"--sglang-server-args {args.sglang_server_args!r}: {error}; quote it as for a shell") from error
+    if args.rollout_top_logprobs_num and any(word.startswith("--speculative-alg") for word in words):
+        raise ValueError(
+            f"--sglang-server-args {args.sglang_server_args!r}: speculative decoding reports other log-probs than it samples "
+            "from; leave it out"
+        )
     router = args.sglang_router
     if router not in ("none", "launch") and "://" not in router:
         raise ValueError(f"--sglang-router {router}: give none, launch, or a URL such as http://127.0.0.1:30000")
@@ -203,13 +209,18 @@ def check_model_directories(args: argparse.Namespace) -> None:
         )
 
 
-def check_engine_interpreter(args: argparse.Namespace) -> None:
-    """Refuses to launch SGLang from an environment without it, before any process starts.
+def check_engine(args: argparse.Namespace) -> None:
+    """Refuses servers that could not be had, before any process starts.
 
     Raises:
-        ValueError: no such interpreter, or no SGLang in this one.
+        ValueError: flags of theirs that we own, an address that stands twice, no interpreter or no SGLang to launch them from.
     """
-    if args.rollout_engine != "sglang" or args.rollout_external_engine_addrs:
+    if args.rollout_engine != "sglang":
+        return
+    from miles_sc.trainer.sglang_engine import sglang_settings  # an HTTP client that nobody else needs
+
+    sglang_settings(args)
+    if args.rollout_external_engine_addrs:
         return
     remedy = (
         "set --sglang-python to an interpreter that has it (scripts/setup_sglang_cpu.sh makes one for CPUs), or connect to "

@@ -18,25 +18,24 @@ class SlowEngine:
     """Takes as many ticks for an answer as the prompt's last id says; an abort ends it with one token. ``slots`` at once."""
 
     def __init__(self, slots=100):
-        self.slots, self.stop, self.under_way, self.started = asyncio.Semaphore(slots), asyncio.Event(), 0, []
+        self.slots, self.stopping, self.calls = asyncio.Semaphore(slots), False, 0
 
     async def generate(self, request, read):
+        self.calls += 1
         async with self.slots:
-            self.started.append(request["input_ids"])
-            self.under_way += 1
-            stop = self.stop
             for _ in range(request["input_ids"][len(PROMPT)]):
-                if stop.is_set():
+                if self.stopping:
                     break
                 await asyncio.sleep(0.001)
-            self.under_way -= 1
-            aborted = stop.is_set()
-            meta = answer(1 if aborted else 2) | {"finish_reason": {"type": "abort" if aborted else "stop"}}
-            return read({"meta_info": meta})
+        self.calls -= 1
+        meta = answer(1 if self.stopping else 2) | {"finish_reason": {"type": "abort" if self.stopping else "stop"}}
+        return read({"meta_info": meta})
 
     async def abort(self):
-        self.stop.set()
-        self.stop = asyncio.Event()  # who comes later starts
+        self.stopping = True
+        while self.calls:
+            await asyncio.sleep(0.001)
+        self.stopping = False
 
 
 def groups_of(*ticks, size=2):
@@ -85,7 +84,7 @@ def test_what_was_stopped_is_continued_and_keeps_its_rows():
 def test_a_call_that_waited_for_a_connection_is_stopped_too():
     engine = SlowEngine(slots=2)
     complete, rest = asyncio.run(asyncio.wait_for(collect(engine, groups_of(1, 2000, 2000, 2000), 1, respond), 10))
-    assert numbers(complete) == [0] and numbers(rest) == [1, 2, 3] and engine.under_way == 0
+    assert numbers(complete) == [0] and numbers(rest) == [1, 2, 3] and engine.calls == 0
     assert all(sample.aborted for group in rest for sample in group.samples)
 
 
@@ -121,3 +120,17 @@ def test_a_failure_ends_the_collection():
 
     with pytest.raises(ValueError, match="no"):
         asyncio.run(collect(SlowEngine(), groups_of(1, 1, 2000), 3, fail))
+
+
+def test_responses_that_somebody_else_aborts_are_not_a_smaller_rollout():
+    async def abort_from_outside(engine, group, sample):
+        if group.number == 1:
+            engine = Outsider()
+        await respond(engine, group, sample)
+
+    class Outsider:
+        async def generate(self, request, read):
+            return read({"meta_info": answer(1) | {"finish_reason": {"type": "abort"}}})
+
+    with pytest.raises(ValueError, match="1 of 2 groups are complete: the engine aborted responses that nobody here stopped"):
+        asyncio.run(collect(SlowEngine(), groups_of(1, 1), 2, abort_from_outside))

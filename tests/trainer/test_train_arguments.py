@@ -8,7 +8,7 @@ import pytest
 from miles_sc import ScoreCenteringConfig
 from miles_sc.backends.settings import OptimizerSettings
 from miles_sc.trainer.arguments import add_train_arguments, finish_train_arguments, loss_settings, optimizer_settings
-from miles_sc.trainer.validation import check_engine_interpreter, global_batch_size, validate_train_arguments
+from miles_sc.trainer.validation import check_engine, global_batch_size, validate_train_arguments
 
 NEEDED = ["--hf-checkpoint", "model", "--num-rollout", "2", "--rollout-batch-size", "4"]
 BASE = [*NEEDED, "--task", "chain_sum"]
@@ -80,7 +80,15 @@ REFUSED = [  # flags after the base line, message
     ("--rollout-engine sglang --rollout-num-engines 0", "--rollout-num-engines 0: set at least 1"),
     (
         "--rollout-engine sglang --rollout-num-engines 2 --rollout-external-engine-addrs h:1",
-        "--rollout-num-engines with --rollout-external-engine-addrs: no server is launched then",
+        "--rollout-num-engines has no effect with --rollout-external-engine-addrs: no server is launched then",
+    ),
+    (
+        "--rollout-engine sglang --sglang-python p --rollout-external-engine-addrs h:1",
+        "--sglang-python has no effect with --rollout-external-engine-addrs",
+    ),
+    (
+        "--rollout-engine sglang --sglang-server-args=--speculative-algorithm=EAGLE --rollout-top-logprobs-num 8",
+        "--sglang-server-args '--speculative-algorithm=EAGLE': speculative decoding reports other log-probs",
     ),
     ("--rollout-engine sglang --sglang-router yes", "--sglang-router yes: give none, launch, or a URL"),
     ("--rollout-engine sglang --sglang-server-args '", "--sglang-server-args .*: No closing quotation; quote it"),
@@ -298,6 +306,9 @@ def test_defaults_pass_and_are_stated_as_they_are():
         ("--sglang-python p", "--sglang-python has no effect without --rollout-engine sglang"),
         ("--sglang-server-args=--tp", "--sglang-server-args has no effect without --rollout-engine sglang"),
         ("--sglang-router launch", "--sglang-router has no effect without --rollout-engine sglang"),
+        ("--sglang-server-concurrency 8", "--sglang-server-concurrency has no effect without --rollout-engine sglang"),
+        ("--rollout-request-timeout 9", "--rollout-request-timeout has no effect without --rollout-engine sglang"),
+        ("--rollout-start-timeout 9", "--rollout-start-timeout has no effect without --rollout-engine sglang"),
         ("--update-weights-by tensor", "--update-weights-by has no effect without --rollout-engine sglang"),
         ("--score-centering-is tis", "--score-centering-is has no effect without --loss-type score_centering"),
         ("--use-tis --use-rollout-logprobs", "p_old is then q and every weight 1"),
@@ -326,16 +337,18 @@ def test_numbers_that_would_spoil_a_run_are_refused(flags):
     [
         ("--rollout-engine sglang", "SGLang is not installed beside this interpreter; set --sglang-python"),
         ("--rollout-engine sglang --sglang-python no/python", "--sglang-python no/python: no program there; set"),
+        ("--rollout-engine sglang --sglang-server-args=--port=1", "server_args holds --port=1: miles_sc chooses"),
+        ("--rollout-engine sglang --rollout-external-engine-addrs h:1 h:1", "one of them is there twice"),
     ],
 )
 def test_servers_need_an_environment_to_be_launched_from(flags, message, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=message):
-        check_engine_interpreter(finish(*BASE, *flags.split()))
+        check_engine(finish(*BASE, *flags.split()))
 
 
 @pytest.mark.parametrize(
     "flags", ["", "--rollout-engine sglang --rollout-external-engine-addrs h:1", "--rollout-engine sglang --sglang-python sh"]
 )
 def test_nothing_else_does(flags):
-    check_engine_interpreter(finish(*BASE, *flags.split()))
+    check_engine(finish(*BASE, *flags.split()))

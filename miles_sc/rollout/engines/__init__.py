@@ -31,7 +31,8 @@ class Engine(Protocol):
         ...
 
     async def abort(self) -> None:
-        """Ends what is under way; each call is answered with the tokens it has and the finish reason ``abort``."""
+        """Ends what is under way; each call is answered with the tokens it has and the finish reason ``abort``, and has returned
+        when this does."""
         ...
 
     async def close(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from miles_sc.rollout.engines.sglang.weights import BroadcastUpdate, DiskUpdate,
 from miles_sc.rollout.generate import all_or_none
 
 T = TypeVar("T")
+Ask = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 logger = logging.getLogger(__name__)
 
 _MOST_RESTARTS = 3  # between two updates
@@ -93,9 +95,12 @@ class SglangEngine:
             self._calls.discard(call)
             call.set_result(None)
 
-    async def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole answer to one small request, by the very route of generations: for asking what the route delivers."""
-        return await (self._route or self._servers[0].generations).ask(path, body, dict)
+    @property
+    def routes(self) -> dict[str, Ask]:
+        """Every way that a generation may go, by address: for asking each of them what it delivers."""
+        clients = [self._route] if self._route is not None else []
+        clients += [server.generations for server in self._servers]
+        return {client.url: partial(client.ask, read=dict) for client in clients}
 
     async def update_weights(self, state: State, version: str) -> None:
         """See `Engine`; calls under way continue under the new weights.
