@@ -75,22 +75,57 @@ def read_generated_tokens(
     return GeneratedTokens(token_ids, log_probs, candidates, support, versions, str(finish_reason))
 
 
+def meta_info_of(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a native answer says beside its text.
+
+    Raises:
+        ValueError: there is none; what came instead is quoted.
+    """
+    meta_info = answer.get("meta_info")
+    if not isinstance(meta_info, Mapping):
+        raise ValueError(f"the answer holds no meta_info: {str(dict(answer))[:200]}; is this the engine's /generate?")
+    return meta_info
+
+
+def sampling_versions(meta_info: Mapping[str, Any]) -> list[str]:
+    """The weights that an answer's tokens were sampled by, in order; "" where the engine names none.
+
+    Raises:
+        ValueError: ``weight_versions`` is no list of spans.
+    """
+    spans = _version_spans(meta_info)
+    return [meta_info.get("weight_version") or ""] if spans is None else [version for version, _, _ in spans]
+
+
 def _weight_versions(meta_info: Mapping[str, Any], rows: int) -> list[str]:
     """The weights that sampled each of the call's tokens; they may have changed on the way."""
-    spans = meta_info.get("weight_versions")
+    spans = _version_spans(meta_info)
     if spans is None:
         return [meta_info.get("weight_version") or ""] * rows
     versions: list[str] = []
-    aligned = True
+    for version, start, end in spans:
+        if start != len(versions) or end < start:
+            break
+        versions += [version] * (end - start)
+    if len(versions) != rows:
+        raise ValueError(
+            f"weight_versions = {meta_info['weight_versions']} for {rows} generated tokens: every token was sampled by one "
+            "version"
+        )
+    return versions
+
+
+def _version_spans(meta_info: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
+    spans = meta_info.get("weight_versions")
+    if spans is None:
+        return None
     try:
-        for span in spans:
-            versions += [span["version"]] * (span["end"] - span["start"])
-            aligned = aligned and len(versions) == span["end"]
+        read = [(span["version"], span["start"], span["end"]) for span in spans]
     except (TypeError, LookupError) as error:
         raise ValueError(f"weight_versions = {spans!r}: wanted a list of spans with version, start and end") from error
-    if not aligned or len(versions) != rows:
-        raise ValueError(f"weight_versions = {spans} for {rows} generated tokens: every token was sampled by one version")
-    return versions
+    if not all(isinstance(version, str) and type(start) is type(end) is int for version, start, end in read):
+        raise ValueError(f"weight_versions = {spans!r}: wanted spans with a name and two whole numbers")
+    return read
 
 
 def _check_sampled(token_ids: np.ndarray, log_probs: np.ndarray, vocab_size: int | None) -> None:

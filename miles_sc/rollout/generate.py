@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from miles_sc.config import ScoreCenteringConfig
-from miles_sc.rollout.answer import read_generated_tokens
+from miles_sc.rollout.answer import meta_info_of, read_generated_tokens
 from miles_sc.rollout.engines import Engine
 from miles_sc.rollout.request import configure_request
 from miles_sc.rollout.response import append_generated_tokens
@@ -49,7 +49,8 @@ async def generate_response(engine: Engine, sample: Sample, settings: Generation
 
     Args:
         sample: holds its prompt; extended in place.
-        sampling_seed: so that a resumed run draws what the uninterrupted one would have drawn.
+        sampling_seed: so that a resumed run draws what the uninterrupted one would have drawn, from an engine that reads it (the
+            embedded one, and SGLang under ``--enable-deterministic-inference``).
 
     Raises:
         ValueError: an answer that cannot be trained on, with the sample's index; the sample is as it was before the call.
@@ -108,18 +109,19 @@ async def _generate_turn(engine: Engine, sample: Sample, settings: GenerationSet
         return False
     # a random stream of its own for each turn
     request = _request(sample, settings, sampling_seed + (sample.turns << 42))
-    finish_reason = await engine.generate(request, lambda answer: _record(sample, settings, answer["meta_info"]))
+    finish_reason = await engine.generate(request, lambda answer: _record(sample, settings, answer))
     sample.response = settings.decode(sample.tokens[len(sample.tokens) - sample.response_length :])
     sample.aborted, sample.truncated = finish_reason == "abort", finish_reason == "length"
     sample.turns += not sample.aborted
     return finish_reason == "stop"
 
 
-def _record(sample: Sample, settings: GenerationSettings, meta_info: Mapping[str, Any]) -> str:
+def _record(sample: Sample, settings: GenerationSettings, answer: Mapping[str, Any]) -> str:
     """Appends what one call generated; how it finished. Large arrays are read here, off the event loop."""
     config = settings.config
     before = sample.weight_versions or [""] * sample.response_length
     try:
+        meta_info = meta_info_of(answer)
         generated = read_generated_tokens(meta_info, k=config.top_logprobs_num, mode=config.mode, vocab_size=settings.vocab_size)
         if generated.finish_reason not in ("stop", "length", "abort"):
             raise ValueError(f"finish_reason = {meta_info.get('finish_reason')!r}: only stop, length and abort are understood")

@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from miles_sc.candidates import AGREEMENT
-from miles_sc.rollout.answer import read_generated_tokens
+from miles_sc.rollout.answer import meta_info_of, read_generated_tokens, sampling_versions
 from tests.samples import FORMS, VOCAB, K, answer, in_form, support_answer
 
 TOKENS, TOP = "output_token_logprobs", "output_top_logprobs"
@@ -128,6 +128,37 @@ def test_every_token_has_one_weight_version(spans, versions):
     else:
         with pytest.raises(ValueError, match="weight_versions = .* for 3 generated tokens: every token was sampled by one"):
             read(meta)
+
+
+SPAN = {"version": "a", "start": 0, "end": 3}
+
+
+@pytest.mark.parametrize(
+    "spans", [5, ["a"], [1], [{"version": "a"}], [SPAN | {"end": "3"}], [SPAN | {"version": None}], [SPAN | {"start": True}]]
+)
+def test_what_is_no_list_of_spans_is_refused(spans):
+    for reader in (read, sampling_versions):
+        with pytest.raises(ValueError, match="weight_versions = .*: wanted"):
+            reader(answer() | {"weight_versions": spans})
+
+
+@pytest.mark.parametrize(
+    ("fields", "versions"),
+    [
+        ({"weight_versions": [SPAN, {"version": "b", "start": 3, "end": 4}], "weight_version": "b"}, ["a", "b"]),
+        ({"weight_versions": None, "weight_version": "b"}, ["b"]),
+        ({"weight_version": None}, [""]),
+        ({}, [""]),
+    ],
+)
+def test_the_versions_that_sampled_an_answer(fields, versions):
+    assert sampling_versions(fields) == versions
+
+
+@pytest.mark.parametrize("body", [{}, {"error": "overloaded"}, {"meta_info": None}, {"meta_info": [1]}])
+def test_an_answer_without_meta_info_is_quoted(body):
+    with pytest.raises(ValueError, match="the answer holds no meta_info: .*is this the engine's /generate"):
+        meta_info_of(body)
 
 
 @pytest.mark.parametrize("options, message", [({"k": -1}, "k = -1: give a number"), ({"mode": "all"}, "mode = 'all': choose")])

@@ -79,15 +79,6 @@ def test_what_the_reader_raises_is_raised_without_another_attempt():
     assert type(outcome) is ValueError and str(outcome) == "row 3 is short" and len(server.calls) == 1
 
 
-def test_bytes_come_as_they_are():
-    async def main():
-        async with engine([Reset(), Reply(b"\xff[", content_type="text/plain")]) as (client, server):
-            assert await client.ask_bytes("/generate", REQUEST) == b"\xff["
-            assert len(set(rids(server))) == 2
-
-    asyncio.run(main())
-
-
 def test_key_and_encoding_are_asked_for_and_no_proxy(monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
@@ -253,6 +244,36 @@ def test_an_abort_that_fails_changes_nothing(abort, monkeypatch):
             assert rids(server, "/abort_request") == [rids(server)[0], rids(server)[2]]
 
     asyncio.run(main())
+
+
+def test_the_engines_behind_a_router_are_told_to_abort():
+    async def main():
+        with StubServer({"/generate": Hang()}) as router, StubServer({}) as first, StubServer({}) as second:
+            client = EngineClient(router.url, abort_urls=[first.url, second.url])
+            call = asyncio.create_task(client.ask("/generate", REQUEST, len))
+            await until(lambda: router.calls)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await client.close()
+            assert rids(first, "/abort_request") == rids(second, "/abort_request") == rids(router)
+            assert rids(router, "/abort_request") == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("abort", [Reply(b"{}", 404), Reply(b"{}", 500)])
+def test_an_abort_that_is_refused_is_told(abort, caplog):
+    async def main():
+        async with engine({"/generate": [Hang()], "/abort_request": abort}) as (client, server):
+            call = asyncio.create_task(client.ask("/generate", REQUEST, len))
+            await until(lambda: server.calls)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+
+    asyncio.run(main())
+    assert f"which may run on: status {abort.status}" in caplog.text
 
 
 def test_a_call_cancelled_while_it_waits_is_never_sent():

@@ -136,7 +136,7 @@ BROKEN = [  # layer, what is told, the check to look at, what came, the remedy
      "change the temperature"),
     (drop("finish_reason"), {"fields": FAILED, **NESTED}, "fields", "finish_reason None", "meta_info.finish_reason"),
     (drop("weight_versions"), NESTED, "fields", "weight_version default", "^$"),
-    (drop("weight_versions", "weight_version"), {"fields": NOTE, **NESTED}, "fields", "weight_version None", "^works, but"),
+    (drop("weight_versions", "weight_version"), {"fields": FAILED, **NESTED}, "fields", "weight_version None", "^nobody knows"),
     (bad.editing(draft), {"speculative": FAILED, **NESTED}, "speculative", "spec_verify_ct", "without --speculative-algorithm"),
     (bad.refuses_greedy, {"evaluation": FAILED}, "evaluation", r"refused \(status 422, temperature must", "change what it names"),
     (bad.adds_candidates, {"evaluation": NOTE, "K = 0": NOTE}, "K = 0", "output_top_logprobs came unasked", "nobody reads"),

@@ -175,31 +175,19 @@ def test_too_little_shared_memory_is_an_error_and_no_crash(monkeypatch):
 # --- which versions an answer may come from
 
 
-def spans(*versions):
-    return {
-        "weight_version": versions[-1],
-        "weight_versions": [{"version": v, "start": i, "end": i + 1} for i, v in enumerate(versions)],
-    }
-
-
 def test_an_answer_comes_from_the_weights_of_its_call_or_newer_ones():
     book = VersionBook(["default", "left over"])
     first = book.current
     for version in ("default", "left over"):
-        book.check({"weight_version": version}, first)
+        book.check([version], first)
     book.announce("1")
-    book.check(spans("default", "1"), first)
+    book.check(["default", "1"], first)
     assert book.current == first
     book.settle("1")
-    book.check(spans("default", "1"), first)
-    for answer, named in (
-        (spans("default", "1"), "'default'"),
-        ({"weight_version": "left over"}, "'left over'"),
-        ({"weight_version": "2"}, "'2'"),
-        ({}, "None"),
-    ):
+    book.check(["default", "1"], first)
+    for versions, named in ((["default", "1"], "'default'"), (["left over"], "'left over'"), (["2"], "'2'"), ([""], "''")):
         with pytest.raises(StaleWeights, match=f"sampled by weight version {named}, expected '1'"):
-            book.check(answer, book.current)
+            book.check(versions, book.current)
 
 
 def test_a_name_that_is_used_again_is_the_newer_weights():
@@ -207,6 +195,6 @@ def test_a_name_that_is_used_again_is_the_newer_weights():
     for version in ("8", "7"):
         book.announce(version)
         book.settle(version)
-    book.check({"weight_version": "7"}, book.current)
+    book.check(["7"], book.current)
     with pytest.raises(StaleWeights, match="expected '7'"):
-        book.check({"weight_version": "8"}, book.current)
+        book.check(["8"], book.current)

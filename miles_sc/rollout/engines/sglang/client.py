@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -84,13 +84,22 @@ class EngineClient:
     Args:
         url: ``http://host:port``, or ``host:port``.
         api_key: sent as a bearer token.
+        abort_urls: who is told to abort a call; by default the same. A router passes no aborts on: name its engines.
 
     Raises:
         ValueError: no HTTP address.
     """
 
-    def __init__(self, url: str, settings: ClientSettings = ClientSettings(), *, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        settings: ClientSettings = ClientSettings(),
+        *,
+        api_key: str | None = None,
+        abort_urls: Sequence[str] = (),
+    ) -> None:
         self.url = _http_address(url)
+        self._abort_urls = [_http_address(engine) for engine in abort_urls] or [self.url]
         self._settings = settings
         # uncompressed: trainer and engine are neighbours
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -138,14 +147,6 @@ class EngineClient:
             Exception: whatever ``read`` raises, without another attempt.
         """
         return await self._ingest.run(self._generate(path, body, partial(read_answer, read=read)))
-
-    async def ask_bytes(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """The same generation as it came.
-
-        Raises:
-            EngineError: no answer, or a status other than 2xx.
-        """
-        return await self._ingest.run(self._generate(path, body, bytes))
 
     async def close(self) -> None:
         """Ends calls under way, connections and the thread; may be called again."""
@@ -209,11 +210,17 @@ class EngineClient:
 
     async def _abort(self, rid: str) -> None:
         """Tells the engine to end a generation; best effort, since it also ends what nobody is connected to."""
+        await asyncio.gather(*(self._abort_at(url, rid) for url in self._abort_urls))
+
+    async def _abort_at(self, url: str, rid: str) -> None:
         try:
             async with asyncio.timeout(_ABORT_SECONDS):
-                await self._http.post(f"{self.url}/abort_request", content=orjson.dumps({"rid": rid}))
+                response = await self._http.post(f"{url}/abort_request", content=orjson.dumps({"rid": rid}))
         except (TimeoutError, httpx.HTTPError) as error:
-            logger.warning("%s was not told to abort %s: %s", self.url, rid, _named(error))
+            logger.warning("%s was not told to abort %s: %s", url, rid, _named(error))
+            return
+        if not response.is_success:
+            logger.warning("%s does not abort %s, which may run on: status %d", url, rid, response.status_code)
 
 
 class _Failure(Exception):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from miles_sc.config import ScoreCenteringConfig
+from miles_sc.rollout.answer import meta_info_of, sampling_versions
 from miles_sc.rollout.engines.sglang.checkpoint import Checkpoint
 from miles_sc.rollout.engines.sglang.client import EngineClient, EngineError
 from miles_sc.rollout.engines.sglang.connection import Server, connect
@@ -164,7 +165,8 @@ class SglangEngine:
             await router.start()
             route = router.address
         if route is not None:
-            self._route = EngineClient(route, settings.client)
+            # a router knows no aborts
+            self._route = EngineClient(route, settings.client, abort_urls=[server.address for server in self._servers])
 
     async def _generate(self, request: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T:
         self._refuse_mixed_weights()
@@ -172,7 +174,7 @@ class SglangEngine:
 
         def read_checked(answer: Mapping[str, Any]) -> T:
             self._refuse_mixed_weights()
-            self._versions.check(answer["meta_info"], oldest)
+            self._versions.check(sampling_versions(meta_info_of(answer)), oldest)
             return read(answer)
 
         for _ in range(_ATTEMPTS):

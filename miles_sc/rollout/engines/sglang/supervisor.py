@@ -23,7 +23,7 @@ def main(parent: int, patience: float, command: list[str]) -> int:
         time.sleep(_POLL_SECONDS)
     if not _ended(child):
         # it alone: a server ends its own children in order
-        child.send_signal(signal.SIGTERM)
+        os.kill(child.pid, signal.SIGTERM)  # Popen's own would reap a child that has just ended
         deadline = time.monotonic() + patience
         while not _ended(child) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 FIRST_WEIGHTS = "default"  # what SGLang calls the weights that a server starts with
 
@@ -40,14 +39,12 @@ class VersionBook:
         """Every server holds the version: a call that begins now is sampled by nothing older."""
         self._current = self._age[version]
 
-    def check(self, meta_info: Mapping[str, Any], oldest: int) -> None:
+    def check(self, versions: Iterable[str], oldest: int) -> None:
         """Refuses an answer whose tokens come from weights older than ``oldest``, or from ones that nobody here has sent.
 
         Raises:
             StaleWeights: naming both versions.
         """
-        spans = meta_info.get("weight_versions")
-        versions = [meta_info.get("weight_version")] if spans is None else [span["version"] for span in spans]
         for version in versions:
             if self._age.get(version, -1) < oldest:
                 expected = [name for name, age in self._age.items() if age >= oldest]

@@ -231,15 +231,15 @@ async def _broadcast_group(servers: Sequence[Server]) -> AsyncIterator[_Broadcas
         "backend": "nccl" if device.type == "cuda" else "gloo",
     }
     first_ranks = accumulate([1, *(server.tensor_ranks for server in servers[:-1])])
-    backend, *_ = await all_or_none(
-        [
-            asyncio.to_thread(_join, store, name, size, device),
-            *(
-                server.control.post("/init_weights_update_group", {**common, "rank_offset": first})
-                for server, first in zip(servers, first_ranks, strict=True)
-            ),
-        ]
-    )
+    calls = [
+        server.control.post("/init_weights_update_group", {**common, "rank_offset": first})
+        for server, first in zip(servers, first_ranks, strict=True)
+    ]
+    try:
+        backend, *_ = await all_or_none([asyncio.to_thread(_join, store, name, size, device), *calls])
+    finally:
+        # a server would wait half an hour for one that does not come, but not without the store
+        del store
     try:
         yield _BroadcastGroup(backend, name, device)
     finally:
