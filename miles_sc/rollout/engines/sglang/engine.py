@@ -116,9 +116,9 @@ class SglangEngine:
             EngineError: a server that did not take them. Calls are refused until an update has come through.
         """
         async with self._lock:
-            self._versions.announce(version)
-            update = await asyncio.to_thread(self._new_update, state, version)
+            update = await self._made_update(state, version)
             try:
+                self._versions.announce(version)
                 await self._start_ended()
                 await self._install(update, self._servers)
             except BaseException:
@@ -256,6 +256,14 @@ class SglangEngine:
                     f"SGLang server {server.address} reports weight version {version!r} after an update to {update.version!r}: "
                     "does somebody else update it? give every run servers of its own"
                 )
+
+    async def _made_update(self, state: State, version: str) -> WeightUpdate:
+        making = asyncio.ensure_future(asyncio.to_thread(self._new_update, state, version))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            (await making).discard()  # its thread went on, and may have written a checkpoint
+            raise
 
     def _new_update(self, state: State, version: str) -> WeightUpdate:
         state = self._checkpoint.matching(state)

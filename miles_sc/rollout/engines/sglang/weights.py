@@ -34,7 +34,7 @@ State = Mapping[str, np.ndarray | Tensor]
 
 BUCKET_BYTES = 512 << 20
 _SHARD_BYTES = 4 << 30
-_WEIGHT_FILES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf")
+_FILES_BESIDE_WEIGHTS = {".json", ".txt", ".model", ".jinja", ".py"}  # configuration and tokenizer
 _JOIN_SECONDS = 60.0
 
 
@@ -88,7 +88,7 @@ class DiskUpdate:
         self._directory = Path(tempfile.mkdtemp(prefix="weights-", dir=folder)).absolute()
         try:
             for file in model_path.iterdir():
-                if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
+                if file.is_file() and file.suffix in _FILES_BESIDE_WEIGHTS and not file.name.endswith(".index.json"):
                     shutil.copy(file, self._directory)
             for number, shard in enumerate(_buckets(state, _SHARD_BYTES), start=1):
                 save_file(dict(shard), self._directory / f"model-{number:05}.safetensors", metadata={"format": "pt"})
