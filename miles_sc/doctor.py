@@ -15,7 +15,8 @@ from rich.text import Text
 
 from miles_sc.config import ScoreCenteringConfig
 from miles_sc.rollout.engines.sglang.client import ClientSettings
-from miles_sc.rollout.probe import EndpointReport, Examination, Finding, Verdict, examine_endpoint, vocabulary_of
+from miles_sc.rollout.model_directory import model_vocabulary
+from miles_sc.rollout.probe import EndpointReport, Examination, Finding, Verdict, examine_endpoint
 
 _STYLES = {Verdict.OK: "green", Verdict.NOTE: "cyan", Verdict.FAILED: "bold red", Verdict.UNKNOWN: "yellow"}
 _MODES = ("selected", "support")
@@ -85,7 +86,7 @@ def _examination(args: argparse.Namespace) -> Examination:
         raise ValueError(f"--timeout {args.timeout}: give a number of seconds above 0")
     vocab_size, checkpoint = args.vocab_size, args.hf_checkpoint
     if checkpoint is not None:
-        vocab_size = vocabulary_of(checkpoint.absolute())
+        vocab_size = model_vocabulary(checkpoint)
         if vocab_size is None:
             raise ValueError(f"--hf-checkpoint {checkpoint}: give a directory whose config.json has a vocab_size")
     config = ScoreCenteringConfig.from_args(args)

@@ -1,14 +1,15 @@
-"""Samples of single turns, joined into the sample of their conversation by their token ids."""
+"""Turns joined into the sample of their conversation by their token ids."""
 
-import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from miles_sc.candidates import Candidates
 from miles_sc.rollout.sample import Sample
 from miles_sc.sampling_support import SamplingSupport
 
-_COLUMNS = ("rollout_topk_token_ids", "rollout_topk_log_probs", "rollout_log_probs", "loss_mask", "weight_versions")
+_LISTS = ("loss_mask", "rollout_log_probs", "weight_versions")
+_FIELDS = (*_LISTS, "rollout_topk_token_ids", "rollout_topk_log_probs", "rollout_sampling_mask")
 
 
 def merge_turns(turns: Sequence[Sample]) -> Sample:
@@ -31,16 +32,50 @@ def merge_turns(turns: Sequence[Sample]) -> Sample:
         turn.check_rows()
     for number, (earlier, later) in enumerate(pairwise(turns), start=2):
         _check_continues(number, earlier, later)
-    merged = copy.copy(turns[0])
-    for turn in turns[1:]:
-        prompt = turn.tokens[: len(turn.tokens) - turn.response_length]
-        if added := prompt[len(merged.tokens) :]:
-            merged.append_observation(added)
-        _append_rows(merged, turn)
-    last = turns[-1]
-    merged.reward, merged.response, merged.truncated, merged.aborted = last.reward, last.response, last.truncated, last.aborted
-    merged.turns = sum(turn.turns for turn in turns)
-    return merged
+    first, last = turns[0], turns[-1]
+    pieces = [_response(first)]
+    for earlier, later in pairwise(turns):
+        told = later.tokens[len(earlier.tokens) : len(later.tokens) - later.response_length]
+        pieces += [observation(told, like=later), _response(later)]
+    merged = join_responses(first.tokens[: len(first.tokens) - first.response_length], pieces)
+    return replace(
+        merged, index=first.index, group_index=first.group_index, reward=last.reward, response=last.response,
+        truncated=last.truncated, aborted=last.aborted, turns=sum(turn.turns for turn in turns),
+    )  # fmt: skip
+
+
+def observation(token_ids: Sequence[int], *, like: Sample) -> Sample:
+    """What nobody sampled, as a response without a prompt: untrained gap rows in the fields that ``like`` has."""
+    piece = Sample(weight_versions=None if like.weight_versions is None else [])
+    if like.candidates is not None:
+        piece.candidates = Candidates.gap(0, like.candidates.k)
+    if like.rollout_sampling_mask is not None:
+        piece.rollout_sampling_mask = SamplingSupport.empty()
+    piece.append_observation(token_ids)
+    return piece
+
+
+def join_responses(prompt: Sequence[int], pieces: Sequence[Sample]) -> Sample:
+    """A sample whose response is that of the pieces, one after the other; each row is copied once, however many they are.
+
+    Args:
+        pieces: without prompts; a field is there in all of them or in none.
+    """
+    sample = Sample(tokens=list(prompt), response_length=sum(piece.response_length for piece in pieces))
+    sample.tokens += [token for piece in pieces for token in piece.tokens]
+    for name in _LISTS:
+        if getattr(pieces[0], name) is not None:
+            setattr(sample, name, [value for piece in pieces for value in getattr(piece, name)])
+    if pieces[0].candidates is not None:
+        sample.candidates = Candidates.concatenate([piece.candidates for piece in pieces])
+    if pieces[0].rollout_sampling_mask is not None:
+        sample.rollout_sampling_mask = SamplingSupport.concatenate([piece.rollout_sampling_mask for piece in pieces])
+    return sample
+
+
+def _response(turn: Sample) -> Sample:
+    """A turn without its prompt."""
+    return replace(turn, tokens=turn.tokens[len(turn.tokens) - turn.response_length :])
 
 
 def _check_continues(number: int, earlier: Sample, later: Sample) -> None:
@@ -54,21 +89,15 @@ def _check_continues(number: int, earlier: Sample, later: Sample) -> None:
             f"{earlier.tokens[position]} and the prompt of turn {number} has {has}; keep them as samples of their own, or strip "
             "what the template leaves out"
         )
-    for name in (*_COLUMNS, "rollout_sampling_mask"):
+    for name in ("loss_mask", "rollout_log_probs"):
+        if getattr(later, name) is None:
+            raise ValueError(f"turn {number} lacks {name}: fill it for every response token before turns are merged")
+    for name in _FIELDS:
         if (getattr(earlier, name) is None) != (getattr(later, name) is None):
             lacking = number if getattr(later, name) is None else number - 1
-            raise ValueError(
-                f"turn {lacking} lacks {name} and its neighbour has it: every turn of a conversation needs the same fields"
-            )
-
-
-def _append_rows(merged: Sample, turn: Sample) -> None:
-    if turn.candidates is not None:
-        merged.candidates = Candidates.concatenate([merged.candidates, turn.candidates])
-    if turn.rollout_sampling_mask is not None:
-        merged.rollout_sampling_mask = SamplingSupport.concatenate([merged.rollout_sampling_mask, turn.rollout_sampling_mask])
-    for name in ("rollout_log_probs", "loss_mask", "weight_versions"):
-        if getattr(turn, name) is not None:
-            setattr(merged, name, [*getattr(merged, name), *getattr(turn, name)])
-    merged.tokens = list(turn.tokens)
-    merged.response_length += turn.response_length
+            raise ValueError(f"turn {lacking} lacks {name} and its neighbour has it: all turns need the same fields")
+    if earlier.candidates is not None and earlier.candidates.k != later.candidates.k:
+        raise ValueError(
+            f"turn {number} has {later.candidates.k} candidate slots and turn {number - 1} {earlier.candidates.k}: record both "
+            "with the same K"
+        )

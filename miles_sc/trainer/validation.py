@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import json
 import shlex
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ from miles_sc.arguments import validate_score_centering_arguments
 from miles_sc.backends.megatron_support import check_supported
 from miles_sc.config import LARGEST_FLOAT, LOSS_TYPE, ScoreCenteringConfig
 from miles_sc.rollout.engines.mismatch import parse_mismatch
+from miles_sc.rollout.model_directory import model_vocabulary
 from miles_sc.trainer.layout import data_parallel_size, validate_layout, world_size
 
 _AT_LEAST = {
@@ -195,9 +195,9 @@ def check_model_directories(args: argparse.Namespace) -> None:
                 "`miles-sc make-model`"
             )
         try:
-            vocabularies[flag] = dict(json.loads(config.read_text())).get("vocab_size")
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{flag} {path}: config.json is damaged; give a complete model directory") from error
+            vocabularies[flag] = model_vocabulary(Path(path))
+        except ValueError as error:
+            raise ValueError(f"{flag} {path}: {error}") from error
         if isinstance(vocabularies[flag], int):
             ScoreCenteringConfig.from_args(args).check_vocabulary(vocabularies[flag])
         if args.train_backend == "megatron":

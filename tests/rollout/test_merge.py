@@ -94,7 +94,7 @@ def test_turns_that_do_not_fit_are_refused(change, message):
 def test_a_support_on_one_side_alone_is_refused():
     turns, _ = conversation(2, 2, mode="support")
     turns[0].rollout_sampling_mask = None
-    with pytest.raises(ValueError, match="turn 1 lacks rollout_sampling_mask"):
+    with pytest.raises(ValueError, match="turn 1 lacks rollout_sampling_mask and its neighbour has it"):
         merge_turns(turns)
 
 
@@ -102,7 +102,7 @@ def test_another_k_is_refused():
     turns, _ = conversation(2, 2)
     wider = Sample(tokens=list(turns[1].tokens[:-2]), weight_versions=["1"] * 2)
     append_candidates(wider, answer(2, seed=1, k=K + 1), k=K + 1, vocab_size=VOCAB)
-    with pytest.raises(ValueError, match="K in"):
+    with pytest.raises(ValueError, match=f"turn 2 has {K + 1} candidate slots and turn 1 {K}: record both with the same K"):
         merge_turns([turns[0], wider])
 
 

@@ -1,13 +1,13 @@
 """An endpoint, the engines behind it, and which of them is to blame."""
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from miles_sc.config import ScoreCenteringConfig
 from miles_sc.rollout.engines.sglang.client import ClientSettings, EngineClient, EngineError
+from miles_sc.rollout.model_directory import model_vocabulary
 from miles_sc.rollout.probe.finding import Finding, Verdict
 from miles_sc.rollout.probe.route import probe_chat, probe_native
 from miles_sc.rollout.probe.server import Server, ask_server
@@ -69,8 +69,8 @@ async def examine_endpoint(url: str, wanted: Examination) -> EndpointReport:
     client = EngineClient(url, wanted.client)
     try:
         server = await ask_server(client.get)
-        if wanted.vocab_size is None and server.model_path:
-            wanted = replace(wanted, vocab_size=vocabulary_of(Path(server.model_path)))
+        if wanted.vocab_size is None and server.model_path and Path(server.model_path).is_absolute():
+            wanted = replace(wanted, vocab_size=model_vocabulary(Path(server.model_path)))
         findings = await _probe(client, server, wanted)
     finally:
         await client.close()
@@ -78,15 +78,6 @@ async def examine_endpoint(url: str, wanted: Examination) -> EndpointReport:
     asked = await asyncio.gather(*(_engine_findings(address, server, wanted) for address in behind))
     engines = dict(zip(behind, asked, strict=True))
     return EndpointReport(server, wanted.vocab_size, [_with_blame(finding, engines) for finding in findings], engines)
-
-
-def vocabulary_of(directory: Path) -> int | None:
-    """Size of a Hugging Face model's vocabulary; None where its directory or the number is not there."""
-    path = directory / "config.json"
-    if not (directory.is_absolute() and path.is_file()):
-        return None
-    config = json.loads(path.read_text())
-    return config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
 
 
 async def _engine_findings(url: str, endpoint: Server, wanted: Examination) -> list[Finding]:

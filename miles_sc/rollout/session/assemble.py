@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from miles_sc.candidates import Candidates
+from miles_sc.rollout.merge import join_responses, observation
 from miles_sc.rollout.response import append_generated_tokens
 from miles_sc.rollout.sample import Sample
 from miles_sc.rollout.session.record import RecordedTurn
-from miles_sc.sampling_support import SamplingSupport
 
 HISTORIES = ("linear", "branching")
 
@@ -86,49 +85,22 @@ def _sample(chain: Sequence[Link]) -> Sample:
     prompt, pieces = chain[0].turn.prompt_ids, []
     known = prompt.size
     for link, dropped in zip(chain, [*(later.dropped for later in chain[1:]), 0], strict=True):
-        pieces.append(_piece(link.turn, known=known, dropped=dropped))
-        known += pieces[-1].response_length
+        answer = _answer(link.turn)
+        answer.strip_last_output_tokens(dropped)
+        pieces += [observation(link.turn.prompt_ids[known:].tolist(), like=answer), answer]
+        known = link.turn.prompt_ids.size + answer.response_length
     last = chain[-1].turn.generated.finish_reason
-    sample = _joined(prompt, pieces)
+    sample = join_responses(prompt.tolist(), pieces)
     sample.turns = sum(link.turn.generated.finish_reason != "abort" for link in chain)
     sample.truncated, sample.aborted = last == "length", last == "abort"
     return sample
 
 
-def _piece(turn: RecordedTurn, *, known: int, dropped: int) -> Sample:
-    """What a turn adds to the first ``known`` tokens, as a response without a prompt: observation, answer, no dropped tokens."""
-    generated = turn.generated
-    piece = Sample(weight_versions=[])
-    if generated.candidates is not None:
-        piece.candidates = Candidates.gap(0, generated.candidates.k)
-    if generated.support is not None:
-        piece.rollout_sampling_mask = SamplingSupport.empty()
-    piece.append_observation(turn.prompt_ids[known:].tolist())
-    versions = piece.weight_versions + generated.weight_versions
-    append_generated_tokens(piece, generated)
-    piece.weight_versions = versions
-    piece.strip_last_output_tokens(dropped)
-    return piece
-
-
-def _joined(prompt: np.ndarray, pieces: Sequence[Sample]) -> Sample:
-    """One copy of every row, however many pieces there are."""
-
-    def flat(field: str) -> list:
-        return [value for piece in pieces for value in getattr(piece, field)]
-
-    sample = Sample(
-        tokens=prompt.tolist() + flat("tokens"),
-        response_length=sum(piece.response_length for piece in pieces),
-        loss_mask=flat("loss_mask"),
-        rollout_log_probs=flat("rollout_log_probs"),
-        weight_versions=flat("weight_versions"),
-    )
-    if pieces[0].candidates is not None:
-        sample.candidates = Candidates.concatenate([piece.candidates for piece in pieces])
-    if pieces[0].rollout_sampling_mask is not None:
-        sample.rollout_sampling_mask = SamplingSupport.concatenate([piece.rollout_sampling_mask for piece in pieces])
-    return sample
+def _answer(turn: RecordedTurn) -> Sample:
+    """What a turn generated, as a response without a prompt."""
+    answer = Sample(weight_versions=turn.generated.weight_versions)
+    append_generated_tokens(answer, turn.generated)
+    return answer
 
 
 def _kept(turn: RecordedTurn, dropped: int) -> int:

@@ -3,15 +3,16 @@
 import argparse
 import asyncio
 import ipaddress
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
 from miles_sc.config import ScoreCenteringConfig
 from miles_sc.rollout.engines.sglang.client import ClientSettings, EngineClient
+from miles_sc.rollout.model_directory import model_vocabulary
+from miles_sc.rollout.probe import probe_chat, raise_on_failure
+from miles_sc.rollout.probe.server import ask_server
 from miles_sc.rollout.session.app import SessionServer, create_app
 from miles_sc.rollout.session.continuation import PromptContinuation
 from miles_sc.rollout.session.exchange import Recorder
@@ -42,7 +43,7 @@ def serve_session(args: argparse.Namespace) -> int:
     """
     config = ScoreCenteringConfig.from_args(args)
     limits = limits_from_args(args)
-    vocab_size = asyncio.run(_vocabulary(args, config))
+    vocab_size = asyncio.run(_examined_vocabulary(args, config))
     warn_of_exposure(args)
     engine = EngineClient(args.engine_url, _client_settings(args), api_key=args.engine_api_key)
     relay = Relay(engine.url, timeout=args.engine_timeout, connections=args.engine_connections, api_key=args.engine_api_key)
@@ -84,30 +85,24 @@ def _client_settings(args: argparse.Namespace) -> ClientSettings:
     return ClientSettings(request_timeout=args.engine_timeout, max_connections=args.engine_connections)
 
 
-async def _vocabulary(args: argparse.Namespace, config: ScoreCenteringConfig) -> int | None:
-    """The engine's vocabulary, which bounds K; also shows that the engine answers."""
+async def _examined_vocabulary(args: argparse.Namespace, config: ScoreCenteringConfig) -> int | None:
+    """The engine's vocabulary, which bounds K, after the engine has shown that it delivers what a recorded turn needs."""
     engine = EngineClient(args.engine_url, _client_settings(args), api_key=args.engine_api_key)
     try:
-        model = await engine.get("/get_model_info")
+        server = await ask_server(engine.get)
+        vocab_size = args.vocab_size or model_vocabulary(Path(server.model_path or ""))
+        if not config.top_logprobs_num:
+            return vocab_size
+        if vocab_size is None:
+            raise ValueError(
+                f"the vocabulary of {server.model_path!r} cannot be read on this machine and bounds the candidates that may "
+                "be asked for: set --vocab-size"
+            )
+        config.check_vocabulary(vocab_size)
+        raise_on_failure(await probe_chat(engine.post, config, model=server.model or "default", vocab_size=vocab_size))
+        return vocab_size
     finally:
         await engine.close()
-    vocab_size = args.vocab_size or _vocabulary_of(model)
-    if vocab_size is None and config.top_logprobs_num:
-        raise ValueError(
-            f"the vocabulary of {model.get('model_path')!r} cannot be read on this machine and bounds the candidates that may "
-            "be asked for: set --vocab-size"
-        )
-    if vocab_size is not None:
-        config.check_vocabulary(vocab_size)
-    return vocab_size
-
-
-def _vocabulary_of(model: dict[str, Any]) -> int | None:
-    path = Path(str(model.get("model_path"))) / "config.json"
-    if not path.is_file():
-        return None
-    described = json.loads(path.read_text())
-    return described.get("vocab_size") or (described.get("text_config") or {}).get("vocab_size")
 
 
 def _continuation(directory: str | None) -> PromptContinuation | None:

@@ -39,9 +39,9 @@ def render(messages):
     return encode("".join(parts) + "[assistant]")
 
 
-def log_q(token, place):
+def log_q(token, place, temperature=1.0):
     """float32 ``[VOCAB]``, the sampler's; a function of the sampled token and its place, so that shifted rows show."""
-    logits = 2 * np.random.default_rng([token, place]).standard_normal(VOCAB)
+    logits = 2 * np.random.default_rng([token, place]).standard_normal(VOCAB) / temperature
     return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
 
 
@@ -53,6 +53,7 @@ class ChatEngine:
     spoil: changes an answer before it is sent.
     status: of every answer; other than 200 it says ``refusal``.
     model_path: where it says its model lies.
+    original_log_probs: reports log-probs from before the temperature.
     held: while clear, calls wait; an abort of theirs lets them go.
     """
 
@@ -68,6 +69,7 @@ class ChatEngine:
         self.words, self.finish, self.version = [], "stop", "7"
         self.spoil = lambda answer: None
         self.status, self.refusal, self.model_path = 200, "not today", "/nowhere"
+        self.original_log_probs = False
         self.held = threading.Event()
         self.held.set()
         self.bodies, self.answers, self.aborted, self.waiting = [], [], [], 0
@@ -115,7 +117,8 @@ class ChatEngine:
             choice["prompt_token_ids"] = prompt
         meta = {"id": "chat-1", "finish_reason": finish, "completion_tokens": len(tokens), "weight_version": self.version}
         if asked.get("logprobs"):
-            rows = [log_q(token, place) for place, token in enumerate(tokens)]
+            temperature = 1.0 if self.original_log_probs else asked.get("temperature") or 1.0
+            rows = [log_q(token, place, temperature) for place, token in enumerate(tokens)]
             choice["logprobs"] = {"content": [_content(row, token, asked) for row, token in zip(rows, tokens, strict=True)]}
             meta |= _meta(rows, tokens, asked)
         if asked.get("return_meta_info"):

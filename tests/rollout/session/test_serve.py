@@ -63,18 +63,34 @@ def test_the_vocabulary_is_read_from_the_engines_model(engine, tmp_path, describ
         serve_session(parsed("--engine-url", engine.url, "--rollout-top-logprobs-num", "40"))
 
 
+def test_an_engine_that_drops_the_temperature_is_refused(engine):
+    engine.original_log_probs = True
+    flags = [
+        "--engine-url",
+        engine.url,
+        "--rollout-top-logprobs-num",
+        "16",
+        "--vocab-size",
+        "300",
+        "--rollout-temperature",
+        "0.5",
+    ]
+    with pytest.raises(ValueError, match="chat, temperature: .*SGLANG_RETURN_ORIGINAL_LOGPROB=0"):
+        serve_session(parsed(*flags))
+
+
 def test_an_engine_that_does_not_answer_is_named():
-    with pytest.raises(ValueError, match="http://127.0.0.1:9/get_model_info"):
+    with pytest.raises(ValueError, match="http://127.0.0.1:9/v1/models.*cannot connect"):
         serve_session(parsed("--vocab-size", "30"))
 
 
 @pytest.mark.parametrize(("stop", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_the_command_serves_and_stops_with_a_call_under_way(engine, stop, code):
-    engine.held.clear()
     flags = ["--engine-url", engine.url, "--port", "0", "--rollout-top-logprobs-num", "4", "--vocab-size", "300"]
     command = [sys.executable, "-m", "miles_sc.cli", "serve-session", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         url = process.stdout.readline().removeprefix("session server: ").strip()
+        engine.held.clear()
         session = httpx.post(f"{url}/sessions").json()["session_id"]
         with httpx.Client() as client:
             request = client.build_request("POST", f"{url}/sessions/{session}/v1/chat/completions", json={"messages": [USER]})

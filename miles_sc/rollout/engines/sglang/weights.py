@@ -222,10 +222,10 @@ async def _broadcast_group(servers: Sequence[Server]) -> AsyncIterator[_Broadcas
     name, size = f"miles_sc_{uuid.uuid4().hex}", 1 + sum(server.tensor_ranks for server in servers)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     host = _own_address(servers)
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_JOIN_SECONDS))
+    stores = [dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_JOIN_SECONDS))]
     common = {
         "master_address": host,
-        "master_port": store.port,
+        "master_port": stores[0].port,
         "world_size": size,
         "group_name": name,
         "backend": "nccl" if device.type == "cuda" else "gloo",
@@ -236,10 +236,10 @@ async def _broadcast_group(servers: Sequence[Server]) -> AsyncIterator[_Broadcas
         for server, first in zip(servers, first_ranks, strict=True)
     ]
     try:
-        backend, *_ = await all_or_none([asyncio.to_thread(_join, store, name, size, device), *calls])
+        backend, *_ = await all_or_none([asyncio.to_thread(_join, stores, name, size, device), *calls])
     finally:
-        # a server would wait half an hour for one that does not come, but not without the store
-        del store
+        # a server waits half an hour for one that does not come, unless the store goes: no traceback may hold it
+        stores.clear()
     try:
         yield _BroadcastGroup(backend, name, device)
     finally:
@@ -249,14 +249,14 @@ async def _broadcast_group(servers: Sequence[Server]) -> AsyncIterator[_Broadcas
         )
 
 
-def _join(store: dist.TCPStore, name: str, size: int, device: torch.device) -> Any:
+def _join(stores: list[dist.Store], name: str, size: int, device: torch.device) -> Any:
     """The backend of rank 0, under the keys that torch's own process groups use and SGLang puts its group's name before."""
-    prefixed = dist.PrefixStore(f"{device.type}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+    store = dist.PrefixStore(f"{device.type}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, stores[0])))
     if device.type == "cpu":
-        return dist.ProcessGroupGloo(prefixed, 0, size, timedelta(seconds=_JOIN_SECONDS))
+        return dist.ProcessGroupGloo(store, 0, size, timedelta(seconds=_JOIN_SECONDS))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=_JOIN_SECONDS)
-    return dist.ProcessGroupNCCL(prefixed, 0, size, options)
+    return dist.ProcessGroupNCCL(store, 0, size, options)
 
 
 def _own_address(servers: Sequence[Server]) -> str:
