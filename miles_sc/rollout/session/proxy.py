@@ -12,6 +12,7 @@ _RECORDING = {"logprobs": True, "return_meta_info": True, "return_prompt_token_i
 # What meta_info holds of it, by the names' beginnings; the first two are there whenever log-probs are asked for.
 _LOG_PROBS = ("output_token_logprobs", "input_token_logprobs")
 _CANDIDATES = ("output_top_logprobs", "input_top_logprobs", "output_token_sampling")
+_MOST_UNRECORDED = 20
 _NOT_TEXT = ("image", "video", "audio", "file")
 
 
@@ -78,6 +79,9 @@ def engine_request(config: ScoreCenteringConfig, body: Mapping[str, Any], wishes
     for name in ("stream", "stream_options"):
         request.pop(name, None)
     request.update(_RECORDING)
+    if wishes.top_logprobs > _MOST_UNRECORDED and not config.top_logprobs_num:
+        # an engine that is asked for more than its vocabulary holds dies
+        raise ValueError(f"top_logprobs = {wishes.top_logprobs}: ask for at most {_MOST_UNRECORDED}, as OpenAI allows")
     if config.top_logprobs_num and wishes.top_logprobs:
         _check_top_logprobs(config, wishes.top_logprobs)
         # the flat form carries no token texts, which the client is to see

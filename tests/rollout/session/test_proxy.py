@@ -107,3 +107,10 @@ def test_fewer_alternatives_than_the_client_wants_are_an_error():
 def test_wishes_without_log_probs_want_no_alternatives():
     assert Wishes.of({"top_logprobs": 3}) == Wishes()
     assert Wishes.of({"top_logprobs": 3, "logprobs": True}) == dataclasses.replace(Wishes(), logprobs=True, top_logprobs=3)
+
+
+def test_without_recording_a_client_gets_as_many_alternatives_as_openai_allows():
+    off = ScoreCenteringConfig()
+    assert requested({"logprobs": True, "top_logprobs": 20}, off)["top_logprobs"] == 20
+    with pytest.raises(ValueError, match="top_logprobs = 21: ask for at most 20"):
+        requested({"logprobs": True, "top_logprobs": 21}, off)
