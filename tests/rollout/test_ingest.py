@@ -7,7 +7,14 @@ import threading
 
 import pytest
 
-from miles_sc.rollout.engines.sglang.ingest import AnswerError, BrokenAnswer, Ingest, parse_answer
+from miles_sc.rollout.engines.sglang.ingest import AnswerError, BrokenAnswer, Ingest, parse_answer, read_answer
+
+
+async def read_by(ingest, body, read):
+    async def work():
+        return read_answer(body, read)
+
+    return await ingest.run(work())
 
 
 def threads():
@@ -76,7 +83,7 @@ def test_answers_are_read_apart_from_the_event_loop(ingest):
 
     async def main():
         asyncio.get_running_loop().call_later(0.01, turned.set)
-        return await ingest.read(b'{"a":1}', lambda answer: (answer, turned.wait(10), threading.current_thread()))
+        return await read_by(ingest, b'{"a":1}', lambda answer: (answer, turned.wait(10), threading.current_thread()))
 
     answer, in_time, thread = asyncio.run(main())
     assert (answer, in_time) == ({"a": 1}, True) and thread in threads()
@@ -89,7 +96,7 @@ def test_what_a_reader_raises_is_raised(ingest):
         raise error
 
     with pytest.raises(KeyError) as raised:
-        asyncio.run(ingest.read(b"{}", read))
+        asyncio.run(read_by(ingest, b"{}", read))
     assert raised.value is error
 
 
@@ -99,7 +106,7 @@ def test_the_interpreters_lock_changes_hands_sooner_while_the_thread_runs(interv
     sys.setswitchinterval(interval)
     try:
         opened = Ingest()
-        seen = asyncio.run(opened.read(b"{}", lambda answer: sys.getswitchinterval()))
+        seen = asyncio.run(read_by(opened, b"{}", lambda answer: sys.getswitchinterval()))
         opened.close()
         assert (seen, sys.getswitchinterval()) == pytest.approx((meanwhile, interval))
     finally:
@@ -112,7 +119,7 @@ def test_the_collector_rests_while_an_answer_is_read(ingest, was_on, body):
     seen = []
     (gc.enable if was_on else gc.disable)()
     try:
-        outcome = asyncio.run(_outcome(ingest.read(body, lambda answer: seen.append(gc.isenabled()))))
+        outcome = asyncio.run(_outcome(read_by(ingest, body, lambda answer: seen.append(gc.isenabled()))))
         assert gc.isenabled() == was_on
     finally:
         gc.enable()
@@ -132,7 +139,7 @@ def test_a_cancelled_caller_goes_on_when_the_reading_has_ended(ingest):
         filled.append(1)
 
     async def main():
-        caller = asyncio.create_task(ingest.read(b"{}", read))
+        caller = asyncio.create_task(read_by(ingest, b"{}", read))
         await asyncio.to_thread(begun.wait, 10)
         caller.cancel()
         await asyncio.sleep(0.02)
@@ -153,9 +160,9 @@ def test_a_reading_that_was_cancelled_before_it_began_never_begins(ingest):
         go_on.wait(10)
 
     async def main():
-        first = asyncio.create_task(ingest.read(b"{}", hold))
+        first = asyncio.create_task(read_by(ingest, b"{}", hold))
         await asyncio.to_thread(begun.wait, 10)
-        second = asyncio.create_task(ingest.read(b"{}", filled.append))
+        second = asyncio.create_task(read_by(ingest, b"{}", filled.append))
         await asyncio.sleep(0.02)
         second.cancel()
         await asyncio.sleep(0.02)
@@ -218,6 +225,6 @@ def test_nothing_begins_after_closing():
     ingest, filled = Ingest(), []
     ingest.close()
     with pytest.raises(ValueError, match="client is closed: close it after its last call"):
-        asyncio.run(ingest.read(b"{}", filled.append))
+        asyncio.run(read_by(ingest, b"{}", filled.append))
     gc.collect()
     assert filled == []

@@ -23,7 +23,7 @@ _COUNTED_STREAM, _SEEDED_STREAM = 0, 1
 
 
 class EmbeddedEngine:
-    """An `Engine` without a server: left-padded batches, a KV cache, and exact bookkeeping of the sampling
+    """A sampler without a server, see `InProcessEngine`: left-padded batches, a KV cache, and exact bookkeeping of the sampling
     distribution.
 
     The reported distribution is the one that is sampled from. Unfiltered: float32 logits over the true vocabulary,

@@ -10,7 +10,7 @@ from miles_sc.rollout.engines.sglang.client import ClientSettings, EngineClient,
 from miles_sc.rollout.model_directory import model_vocabulary
 from miles_sc.rollout.probe.finding import Finding, Verdict
 from miles_sc.rollout.probe.route import probe_chat, probe_native
-from miles_sc.rollout.probe.server import Server, ask_server
+from miles_sc.rollout.probe.server import AboutServer, ask_server
 
 _ROUTES = ("server", "native", "chat")
 # checks whose failure means that something came, but not what was sent
@@ -45,7 +45,7 @@ class Examination:
 class EndpointReport:
     """What was found at the endpoint, and at each engine behind it that was asked by itself."""
 
-    server: Server
+    server: AboutServer
     vocab_size: int | None
     findings: list[Finding]
     engines: dict[str, list[Finding]]
@@ -80,7 +80,7 @@ async def examine_endpoint(url: str, wanted: Examination) -> EndpointReport:
     return EndpointReport(server, wanted.vocab_size, [_with_blame(finding, engines) for finding in findings], engines)
 
 
-async def _engine_findings(url: str, endpoint: Server, wanted: Examination) -> list[Finding]:
+async def _engine_findings(url: str, endpoint: AboutServer, wanted: Examination) -> list[Finding]:
     if not url.startswith(("http://", "https://")):
         return [_unreached(f"{url} does not speak HTTP")]
     client = EngineClient(url, wanted.client)
@@ -98,7 +98,7 @@ def _unreached(came: str) -> Finding:
     return Finding("reached", "server", Verdict.NOTE, came, remedy)
 
 
-async def _probe(client: EngineClient, server: Server, wanted: Examination) -> list[Finding]:
+async def _probe(client: EngineClient, server: AboutServer, wanted: Examination) -> list[Finding]:
     findings, vocab_size = _about(server), wanted.vocab_size
     for config in wanted.configs:
         if "native" in wanted.routes:
@@ -110,7 +110,7 @@ async def _probe(client: EngineClient, server: Server, wanted: Examination) -> l
     return _worst_of_each(findings)
 
 
-def _about(server: Server) -> list[Finding]:
+def _about(server: AboutServer) -> list[Finding]:
     if server.engines is not None:
         return []  # a router; its engines tell for themselves
     if server.version is None:

@@ -12,7 +12,7 @@ Get = Callable[[str], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
-class Server:
+class AboutServer:
     """What could be learnt; None where nothing was said.
 
     Attributes:
@@ -30,7 +30,7 @@ class Server:
     engines: tuple[str, ...] | None
 
 
-async def ask_server(get: Get) -> Server:
+async def ask_server(get: Get) -> AboutServer:
     """
     Raises:
         EngineError: nothing answers there.
@@ -40,7 +40,7 @@ async def ask_server(get: Get) -> Server:
     about_model = await _first(get, "/model_info", "/get_model_info")
     about_server = await _first(get, "/server_info", "/get_server_info")
     speculative = about_server.get("speculative_algorithm")
-    return Server(
+    return AboutServer(
         version=about_server.get("version"),
         model=served.get("id") or about_model.get("served_model_name"),
         model_path=about_model.get("model_path"),

@@ -140,14 +140,6 @@ class Ingest:
             await asyncio.gather(answered, return_exceptions=True)
             raise
 
-    async def read(self, body: bytes, read: Callable[[dict[str, Any]], T]) -> T:
-        """`read_answer` in the thread; ``read`` should take milliseconds, since one answer is read at a time."""
-
-        async def work() -> T:
-            return read_answer(body, read)
-
-        return await self.run(work())
-
     def close(self) -> None:
         """Cancels the calls under way; ends the thread with the last ingest of the process. May be called again."""
         ended: Future[None] = Future()
