@@ -184,11 +184,11 @@ def test_all_share_a_thread_that_ends_with_the_last():
     assert len(threads()) == 1
     first.close()
     first.close()
-    assert asyncio.run(second.read(b'{"a":2}', lambda answer: answer["a"])) == 2
+    assert asyncio.run(read_by(second, b'{"a":2}', lambda answer: answer["a"])) == 2
     second.close()
     assert threads() == []
     third = Ingest()
-    assert asyncio.run(third.read(b'{"a":3}', lambda answer: answer["a"])) == 3
+    assert asyncio.run(read_by(third, b'{"a":3}', lambda answer: answer["a"])) == 3
     third.close()
     assert threads() == []
 
@@ -214,7 +214,7 @@ def test_calls_under_way_end_with_an_error_and_before_the_last_act():
         with pytest.raises(ValueError, match="client is closed"):
             await under_way
         assert ended == ["call", "miles-sc-ingest"]
-        assert await other.read(b"{}", len) == 0
+        assert await read_by(other, b"{}", len) == 0
         other.close()
 
     asyncio.run(main())
