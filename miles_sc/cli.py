@@ -66,6 +66,12 @@ def _train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         checkpoint_to_continue(own)
         directory.claim()
     print("starting Ray and the model's processes (some 10 seconds; a minute on a busy machine)", flush=True)
+    if args.rollout_engine == "sglang" and not args.rollout_external_engine_addrs:
+        print(
+            f"then {args.rollout_num_engines} SGLang server(s), which take from half a minute to several; their logs are in "
+            "engine_logs of the run's folder",
+            flush=True,
+        )
     ranks, gpus = world_size(args), engine_gpus(args)
     with stop_requests() as stop, ray_session(), Actors(ranks, overlapping=args.train_async, engine_gpus=gpus) as actors:
         try:

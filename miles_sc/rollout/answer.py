@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from miles_sc.candidates import LOG_PROB_SLACK, MINUS_INFINITY, Candidates
+from miles_sc.candidates import AGREEMENT, LOG_PROB_SLACK, MINUS_INFINITY, Candidates
 from miles_sc.rollout.answer_fields import SAMPLED, SUPPORT_IDS, sampled_tokens, support_candidates, top_candidates
 from miles_sc.sampling_support import SamplingSupport
 
@@ -75,6 +75,31 @@ def read_generated_tokens(
     return GeneratedTokens(token_ids, log_probs, candidates, support, versions, str(finish_reason))
 
 
+def check_likeliest(generated: GeneratedTokens) -> None:
+    """Refuses rows whose candidates cannot be the likeliest tokens of the distribution that a token was drawn from.
+
+    An engine's are, so a sampled token outside of them is at most as likely as the least of them; a shifted row shows here even
+    if no sampled token is among its candidates. Candidates that a producer chooses otherwise need not be.
+
+    Raises:
+        ValueError: the first such row, both log-probs and the remedy.
+    """
+    candidates = generated.candidates
+    if candidates is None or generated.support is not None or not len(generated):
+        return
+    least = candidates.log_probs.min(axis=1)  # -inf where slots are unused, since the vocabulary is smaller: all are candidates
+    unlike = (generated.log_probs > least + AGREEMENT) & np.isfinite(least)
+    if not unlike.any():
+        return
+    unlike &= ~candidates.holding(generated.token_ids).any(axis=1)
+    if unlike.any():
+        row = int(np.argmax(unlike))
+        raise ValueError(
+            f"{SAMPLED}, row {row}: token {generated.token_ids[row]} has log-prob {generated.log_probs[row]:.6g} and is not "
+            f"among the candidates, the least of which has {least[row]:.6g}: are rows shifted, or are these not the likeliest?"
+        )
+
+
 def meta_info_of(answer: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a native answer says beside its text.
 
@@ -129,7 +154,7 @@ def _version_spans(meta_info: Mapping[str, Any]) -> list[tuple[str, int, int]] |
 
 
 def _check_sampled(token_ids: np.ndarray, log_probs: np.ndarray, vocab_size: int | None) -> None:
-    highest_id = np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
+    highest_id = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
     if token_ids.size == 0 or (
         MINUS_INFINITY < log_probs.min()
         and log_probs.max() <= LOG_PROB_SLACK

@@ -35,7 +35,7 @@ def sampled_tokens(meta_info: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray
         raise ValueError(
             f"{SAMPLED} is missing from meta_info: ask with return_logprob (native) or logprobs and return_meta_info (chat)"
         )
-    entries = _rows(entries or [], SAMPLED)
+    entries = _rows([] if entries is None else entries, SAMPLED)
     try:
         log_probs, ids = [entry[0] for entry in entries], [entry[1] for entry in entries]
     except (TypeError, LookupError) as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from miles_sc.config import ScoreCenteringConfig
-from miles_sc.rollout.answer import meta_info_of, read_generated_tokens
+from miles_sc.rollout.answer import check_likeliest, meta_info_of, read_generated_tokens
 from miles_sc.rollout.engines import Engine
 from miles_sc.rollout.request import configure_request
 from miles_sc.rollout.response import append_generated_tokens
@@ -24,12 +24,14 @@ class GenerationSettings:
         max_response_len: most tokens of a response, observations included.
         vocab_size: the producer's.
         decode: token ids -> text.
+        stop_token_ids: what a response ends with by itself; an abort that comes at the same moment does not reopen it.
     """
 
     config: ScoreCenteringConfig
     max_response_len: int
     vocab_size: int
     decode: Callable[[Sequence[int]], str]
+    stop_token_ids: Sequence[int] = ()
 
 
 class Environment(Protocol):
@@ -123,13 +125,20 @@ def _record(sample: Sample, settings: GenerationSettings, answer: Mapping[str, A
     try:
         meta_info = meta_info_of(answer)
         generated = read_generated_tokens(meta_info, k=config.top_logprobs_num, mode=config.mode, vocab_size=settings.vocab_size)
+        check_likeliest(generated)
         if generated.finish_reason not in ("stop", "length", "abort"):
             raise ValueError(f"finish_reason = {meta_info.get('finish_reason')!r}: only stop, length and abort are understood")
+        if (asked := meta_info.get("prompt_tokens", len(sample.tokens))) != len(sample.tokens):
+            raise ValueError(
+                f"prompt_tokens = {asked!r} and {len(sample.tokens)} were sent: the answer belongs to another prompt, or a "
+                "server cut this one (--allow-auto-truncate)"
+            )
         append_generated_tokens(sample, generated)
     except ValueError as error:
         raise ValueError(f"sample {sample.index}: {error}") from error
     sample.weight_versions = [*before, *generated.weight_versions]
-    return generated.finish_reason
+    ended = generated.finish_reason == "abort" and len(generated) and generated.token_ids[-1] in settings.stop_token_ids
+    return "stop" if ended else generated.finish_reason
 
 
 def _request(sample: Sample, settings: GenerationSettings, sampling_seed: int) -> dict[str, Any]:

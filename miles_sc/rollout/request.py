@@ -9,7 +9,7 @@ from miles_sc.config import ScoreCenteringConfig
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _NEUTRAL_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 # A native request holds these beside its sampling parameters.
-_BESIDE_NATIVE_SAMPLING = ("custom_logit_processor", "watermark", "lora_path")
+_BESIDE_NATIVE_SAMPLING = ("custom_logit_processor", "watermark", "lora_path", "session_params", "input_embeds")
 
 
 def configure_request(
@@ -99,6 +99,9 @@ def _refuse_other_distributions(config: ScoreCenteringConfig, sampling: Mapping[
         refuse("watermark", "it draws from another distribution than it reports; leave it out")
     if sampling.get("lora_path"):
         refuse("lora_path", "an adapter's tokens are not the trained policy's; leave it out")
+    for name in ("session_params", "input_embeds"):
+        if sampling.get(name):
+            refuse(name, "the trainer would not see the prompt that the engine saw; send token ids or messages")
     for name in ("min_new_tokens", "min_tokens"):
         if sampling.get(name):
             refuse(name, "it forbids the stop tokens for a while, which the trainer does not; leave it out")

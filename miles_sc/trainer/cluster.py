@@ -47,10 +47,11 @@ class Actors:
     def __enter__(self) -> "Actors":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        # an orderly end for what it launched; killed hard, its servers notice and end themselves
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        # an orderly end for what it launched, unless somebody is in a hurry: killed hard, its servers notice and end themselves
         with suppress(ray.exceptions.RayError):
-            ray.get(self.rollout.close.remote(), timeout=30)
+            if kind is not KeyboardInterrupt:
+                ray.get(self.rollout.close.remote(), timeout=30)
         for actor in (self.rollout, *self._train):
             ray.kill(actor)
 

@@ -32,7 +32,9 @@ def train(args: argparse.Namespace, directory: RunDirectory, actors: Actors, sto
     """
     checkpoint = checkpoint_to_continue(args)
     first = checkpoint.next_rollout if checkpoint else 0
+    stop.loading = True
     actors.prepare(args)
+    stop.loading = False
     directory.start(first)
     with Progress(args.num_rollout, title=title) as progress:
         run = _Run(args, actors, directory, progress, run_settings(args))
@@ -128,6 +130,8 @@ class StopRequests:
     """Whether somebody asked the command to stop."""
 
     requested = False
+    # nothing is lost before the first rollout
+    loading = True
 
     def check(self, message: str) -> None:
         """Raises Interrupted if so."""
@@ -137,11 +141,12 @@ class StopRequests:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequests]:
-    """The first Ctrl-C or SIGTERM asks for a stop at the next rollout boundary, the second stops at once."""
+    """The first Ctrl-C or SIGTERM asks for a stop at the next rollout boundary; the second, or one while a run is still being
+    loaded, stops at once."""
     stop = StopRequests()
 
     def handle(number: int, frame: object) -> None:
-        if stop.requested:
+        if stop.requested or stop.loading:
             raise KeyboardInterrupt
         stop.requested = True
         print("miles-sc: stopping after this rollout with a checkpoint; once more stops at once", file=sys.stderr, flush=True)

@@ -203,7 +203,10 @@ class RolloutActor:
         return model.to("cuda") if torch.cuda.is_available() else model
 
     def _generation_settings(self, config: ScoreCenteringConfig) -> GenerationSettings:
-        return GenerationSettings(config, self._args.rollout_max_response_len, self._vocab_size, self._codec.decode)
+        codec = self._codec
+        return GenerationSettings(
+            config, self._args.rollout_max_response_len, self._vocab_size, codec.decode, tuple(codec.stop_token_ids)
+        )
 
     def _encode(self, problem: Problem) -> list[int]:
         prompt, most = self._codec.encode(problem.prompt), self._clean_model.config.max_position_embeddings

@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -228,8 +229,13 @@ def check_engine(args: argparse.Namespace) -> None:
     )
     if args.sglang_python is None and importlib.util.find_spec("sglang") is None:
         raise ValueError(f"--rollout-engine sglang: SGLang is not installed beside this interpreter; {remedy}")
-    if args.sglang_python is not None and shutil.which(args.sglang_python) is None:
+    if args.sglang_python is None:
+        return
+    if shutil.which(args.sglang_python) is None:
         raise ValueError(f"--sglang-python {args.sglang_python}: no program there; {remedy}")
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+    if subprocess.run([args.sglang_python, "-c", look], stderr=subprocess.DEVNULL).returncode:
+        raise ValueError(f"--sglang-python {args.sglang_python}: SGLang is not installed there; {remedy}")
 
 
 def _flag(name: str) -> str:

@@ -2,8 +2,9 @@
 
 ``FAKE_SGLANG`` holds JSON, and ``POST /behave`` changes it: ``exit`` (a message to end with at once), ``exits`` (how often,
 counted in ``count``), ``deaf`` (never healthy), ``stubborn`` (SIGTERM is ignored), ``child`` (starts a process of its own),
-``info`` (of ``/server_info``), ``answers`` (the weight version of generations), ``keeps`` (new weights are not taken), ``refuse``
-(paths answered with status 400), ``deadly`` (paths on which the process is killed). What it generates is its port.
+``info`` (of ``/server_info``), ``answers`` (the weight version of generations), ``instead`` (of every answer to a generation),
+``keeps`` (new weights are not taken), ``refuse`` (paths answered with status 400), ``deadly`` (paths on which the process is
+killed). What it generates is its port.
 """
 
 import json
@@ -44,6 +45,8 @@ class Handler(BaseHTTPRequestHandler):
             "/model_info": {"weight_version": VERSION[0]},
             "/generate": {"output_ids": [PORT], "meta_info": {"weight_version": OPTIONS.get("answers", VERSION[0])}},
         }
+        if self.path == "/generate" and "instead" in OPTIONS:
+            answers["/generate"] = OPTIONS["instead"]
         self.send(200, answers.get(self.path, {}))
 
     def send(self, status, answer):

@@ -1,5 +1,6 @@
 """What reading an answer costs in objects, and what it makes of the odd but valid ones."""
 
+import dataclasses
 import sys
 
 import numpy as np
@@ -7,7 +8,8 @@ import orjson
 import pytest
 
 from miles_sc.candidates import AGREEMENT
-from miles_sc.rollout.answer import meta_info_of, read_generated_tokens, sampling_versions
+from miles_sc.rollout.answer import check_likeliest, meta_info_of, read_generated_tokens, sampling_versions
+from miles_sc.rollout.answer_fields import top_candidates
 from tests.samples import FORMS, VOCAB, K, answer, in_form, support_answer
 
 TOKENS, TOP = "output_token_logprobs", "output_top_logprobs"
@@ -165,3 +167,38 @@ def test_an_answer_without_meta_info_is_quoted(body):
 def test_unknown_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         read(answer(), **options)
+
+
+# --- an engine's candidates are the likeliest
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_engines_candidates_are_the_likeliest(form):
+    check_likeliest(read(answer(6, form=form)))
+    check_likeliest(read(answer(0)))
+    check_likeliest(read_generated_tokens(answer(3), k=0))
+    check_likeliest(read_generated_tokens(support_answer(5), k=K, mode="support"))
+
+
+def test_shifted_rows_are_refused_though_no_sampled_token_meets_a_candidate():
+    meta = answer(8)
+    meta[TOP] = meta[TOP][1:] + meta[TOP][:1]
+    # the check by itself, since among so few tokens a sampled one soon meets a candidate that disagrees
+    generated = dataclasses.replace(read(answer(8)), candidates=top_candidates(meta, 8, K))
+    with pytest.raises(
+        ValueError, match=r"row \d: token \d+ has log-prob .* and is not among the candidates, the least of which"
+    ):
+        check_likeliest(generated)
+
+
+def test_a_token_outside_is_at_most_as_likely_as_the_least_inside():
+    meta = answer(1)
+    least = meta["output_top_logprobs"][0][-1][0]
+    outside = next(i for i in range(VOCAB) if i not in [entry[1] for entry in meta["output_top_logprobs"][0]])
+    for log_prob, fits in ((least - 0.1, True), (least, True), (least + 0.01, False), (-0.01, False)):
+        meta["output_token_logprobs"] = [[log_prob, outside, None]]
+        if fits:
+            check_likeliest(read(meta))
+        else:
+            with pytest.raises(ValueError, match=f"row 0: token {outside} has log-prob"):
+                check_likeliest(read(meta))

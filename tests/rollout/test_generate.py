@@ -1,6 +1,7 @@
 """Requests out, samples filled in, with an engine that answers from a script."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -189,3 +190,22 @@ def test_evaluation_is_greedy_and_records_nothing():
     assert responses == [[entry[1] for entry in meta["output_token_logprobs"]] for meta in metas]
     greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_new_tokens": 9}
     assert engine.requests == [{"input_ids": ids, "sampling_params": greedy} for ids in ([1, 2], [3])]
+
+
+def test_an_abort_at_the_moment_of_the_stop_does_not_reopen_a_response():
+    """SGLang says abort of a response that has just ended by itself."""
+    samples, meta = fresh(2), finished(answer(2), "abort")
+    stop = meta["output_token_logprobs"][-1][1]
+    ending = dataclasses.replace(settings(), stop_token_ids=(stop,))
+    for sample, how in zip(samples, (ending, settings()), strict=True):
+        asyncio.run(generate_response(ScriptedEngine(meta), sample, how, sampling_seed=0))
+    assert [(sample.aborted, sample.turns) for sample in samples] == [(False, 1), (True, 0)]
+
+
+@pytest.mark.parametrize("tokens", [3, 5, None])
+def test_an_answer_to_another_or_a_cut_prompt_is_refused(tokens):
+    samples = fresh(1)
+    with pytest.raises(ValueError, match=f"sample 10: prompt_tokens = {tokens} and 4 were sent: the answer belongs to another"):
+        generate(ScriptedEngine(answer(2) | {"prompt_tokens": tokens}), samples)
+    generate(ScriptedEngine(answer(2) | {"prompt_tokens": 4}), samples)
+    assert samples[0].response_length == 2

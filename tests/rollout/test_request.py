@@ -144,7 +144,7 @@ def test_a_call_that_samples_from_another_distribution_is_refused(config, sampli
         configure_request(config, request(openai, **sampling), openai=openai)
 
 
-@pytest.mark.parametrize("field", ["custom_logit_processor", "watermark", "lora_path"])
+@pytest.mark.parametrize("field", ["custom_logit_processor", "watermark", "lora_path", "session_params", "input_embeds"])
 def test_what_stands_beside_native_sampling_parameters_is_refused_there(field):
     with pytest.raises(ValueError, match=f"{field} = 'x' in a training request"):
         configure_request(SELECTED, {"input_ids": [1], field: "x"})

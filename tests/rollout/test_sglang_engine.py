@@ -8,6 +8,7 @@ import signal
 import httpx
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from miles_sc import ScoreCenteringConfig
 from miles_sc.rollout.engines.sglang.client import ClientSettings, EngineError
@@ -72,6 +73,7 @@ async def behave(engine, **options):
 @pytest.mark.parametrize(
     ("info", "config", "way", "message"),
     [
+        ({"allow_auto_truncate": True}, SELECTED, "disk", "cuts long prompts in silence .*without --allow-auto-truncate"),
         ({"speculative_algorithm": "EAGLE"}, SELECTED, "disk", r"decodes speculatively \(EAGLE\); start it without"),
         ({"sampling_mask_max_tokens": 15}, SUPPORT, "disk", "supports of at most 15 .*--sampling-mask-max-tokens 32, or lower"),
         ({"dp_size": 2}, SELECTED, "tensor", "has 2 replicas and 1 pipeline stages, .*set update_weights_by to disk"),
@@ -187,12 +189,86 @@ def test_after_an_update_that_failed_calls_are_refused_until_one_succeeds(drive)
         server = await generated(engine)
         with pytest.raises(EngineError, match="update_weights_from_disk.*as the test asks for"):
             await engine.update_weights(WEIGHTS, "2")
-        with pytest.raises(EngineError, match="the update to weight version '2' failed .*update them again"):
+        with pytest.raises(EngineError, match="the update to weight version '2' failed on .*update again"):
             await generated(engine)
         async with httpx.AsyncClient() as client:
             await client.post(f"http://127.0.0.1:{server}/behave", json={"refuse": []})
         await engine.update_weights(WEIGHTS, "3")
         assert await generated(engine) == server
+
+    drive(work)
+
+
+def test_a_server_that_is_brought_back_does_not_clear_another(drive):
+    """One refuses an update, the other dies in it and comes back with the weights of before: the first may hold a mixture."""
+
+    async def work(engine):
+        await engine.update_weights(WEIGHTS, "1")
+        refusing, dying = (server.address for server in engine._servers)
+        async with httpx.AsyncClient() as client:
+            await client.post(f"{refusing}/behave", json={"refuse": ["/update_weights_from_disk"]})
+            await client.post(f"{dying}/behave", json={"deadly": ["/update_weights_from_disk"]})
+            with pytest.raises(EngineError):
+                await engine.update_weights(WEIGHTS, "2")
+            await asyncio.sleep(1.0)  # for the supervisor to see that one has ended
+            async with engine._lock:
+                await engine._start_ended()
+            with pytest.raises(EngineError, match=f"weight version '2' failed on {refusing}, which may hold a mixture"):
+                await generated(engine)
+            await client.post(f"{refusing}/behave", json={"refuse": []})
+        await engine.update_weights(WEIGHTS, "3")
+        assert await generated(engine)
+
+    drive(work, settings={"num_engines": 2})
+
+
+def test_an_update_that_is_cancelled_leaves_no_checkpoint(drive, tmp_path):
+    weights = {"weight": np.ones(1 << 24, np.float32)}  # takes a while to write
+
+    async def work(engine):
+        await engine.update_weights(WEIGHTS, "1")
+        before = list((tmp_path / "logs").glob("weights-*"))
+        update = asyncio.create_task(engine.update_weights(weights, "2"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        assert list((tmp_path / "logs").glob("weights-*")) == before
+        assert await generated(engine)
+
+    drive(work)
+
+
+def test_weights_that_cannot_be_written_name_the_folder(drive, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("miles_sc.rollout.engines.sglang.weights.save_file", full)
+
+    async def work(engine):
+        with pytest.raises(ValueError, match="logs/weights-.*cannot be written .No space left on device.; make room there"):
+            await engine.update_weights(WEIGHTS, "1")
+        assert not list((tmp_path / "logs").glob("weights-*"))
+
+    drive(work)
+
+
+def test_every_way_that_a_generation_may_go_can_be_asked(drive):
+    async def work(engine):
+        assert list(engine.routes) == [server.address for server in engine._servers]
+        answers = [await ask("/generate", REQUEST) for ask in engine.routes.values()]
+        assert [f"http://127.0.0.1:{answer['output_ids'][0]}" for answer in answers] == list(engine.routes)
+
+    drive(work, settings={"num_engines": 2})
+
+
+@pytest.mark.parametrize("answer", [{}, {"error": "overloaded"}, {"meta_info": None}])
+def test_an_answer_that_is_none_is_told(drive, answer):
+    async def work(engine):
+        await behave(engine, instead=answer)
+        with pytest.raises(ValueError, match="the answer holds no meta_info"):
+            await generated(engine)
 
     drive(work)
 

@@ -337,6 +337,7 @@ def test_numbers_that_would_spoil_a_run_are_refused(flags):
     [
         ("--rollout-engine sglang", "SGLang is not installed beside this interpreter; set --sglang-python"),
         ("--rollout-engine sglang --sglang-python no/python", "--sglang-python no/python: no program there; set"),
+        ("--rollout-engine sglang --sglang-python false", "--sglang-python false: SGLang is not installed there; set"),
         ("--rollout-engine sglang --sglang-server-args=--port=1", "server_args holds --port=1: miles_sc chooses"),
         ("--rollout-engine sglang --rollout-external-engine-addrs h:1 h:1", "one of them is there twice"),
     ],
@@ -348,7 +349,7 @@ def test_servers_need_an_environment_to_be_launched_from(flags, message, monkeyp
 
 
 @pytest.mark.parametrize(
-    "flags", ["", "--rollout-engine sglang --rollout-external-engine-addrs h:1", "--rollout-engine sglang --sglang-python sh"]
+    "flags", ["", "--rollout-engine sglang --rollout-external-engine-addrs h:1", "--rollout-engine sglang --sglang-python true"]
 )
 def test_nothing_else_does(flags):
     check_engine(finish(*BASE, *flags.split()))

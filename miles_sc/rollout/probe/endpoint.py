@@ -3,11 +3,9 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from miles_sc.config import ScoreCenteringConfig
 from miles_sc.rollout.engines.sglang.client import ClientSettings, EngineClient, EngineError
-from miles_sc.rollout.model_directory import model_vocabulary
 from miles_sc.rollout.probe.finding import Finding, Verdict
 from miles_sc.rollout.probe.route import probe_chat, probe_native
 from miles_sc.rollout.probe.server import AboutServer, ask_server
@@ -69,8 +67,8 @@ async def examine_endpoint(url: str, wanted: Examination) -> EndpointReport:
     client = EngineClient(url, wanted.client)
     try:
         server = await ask_server(client.get)
-        if wanted.vocab_size is None and server.model_path and Path(server.model_path).is_absolute():
-            wanted = replace(wanted, vocab_size=model_vocabulary(Path(server.model_path)))
+        if wanted.vocab_size is None:
+            wanted = replace(wanted, vocab_size=server.vocabulary)
         findings = await _probe(client, server, wanted)
     finally:
         await client.close()

@@ -3,9 +3,11 @@
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from miles_sc.rollout.engines.sglang.client import EngineError
+from miles_sc.rollout.model_directory import model_vocabulary
 
 Get = Callable[[str], Awaitable[Any]]
 """Path -> JSON; raises EngineError."""
@@ -18,16 +20,23 @@ class AboutServer:
     Attributes:
         version: SGLang's, of an engine.
         model: the name that chat calls ask for.
-        model_path: where an engine has the model from.
+        model_paths: where an engine has the model and its tokenizer from; after new weights by disk the first is often gone.
         speculative: its algorithm, "" for none.
         engines: addresses behind a router; None for an engine.
     """
 
     version: str | None
     model: str | None
-    model_path: str | None
+    model_paths: tuple[str, ...]
     speculative: str | None
     engines: tuple[str, ...] | None
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The model's, where a directory that the server names is on this machine."""
+        # a relative path would be looked for in another directory than the server's
+        found = (model_vocabulary(Path(path)) for path in self.model_paths if Path(path).is_absolute())
+        return next((size for size in found if size is not None), None)
 
 
 async def ask_server(get: Get) -> AboutServer:
@@ -43,7 +52,7 @@ async def ask_server(get: Get) -> AboutServer:
     return AboutServer(
         version=about_server.get("version"),
         model=served.get("id") or about_model.get("served_model_name"),
-        model_path=about_model.get("model_path"),
+        model_paths=tuple(path for name in ("model_path", "tokenizer_path") if isinstance(path := about_model.get(name), str)),
         speculative=(speculative or "") if "speculative_algorithm" in about_server else None,
         engines=_engines(await _first(get, "/workers", "/list_workers")),
     )

@@ -6,29 +6,37 @@ from typing import Any, TypeVar
 
 import orjson
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from miles_sc.rollout.session.errors import SessionError
 from miles_sc.rollout.session.limits import flag
 from miles_sc.rollout.session.sessions import Session
 
 T = TypeVar("T")
+_BODY_SECONDS = 60.0
 
 
 async def read_body(request: Request, most: int) -> bytes:
     """The body, of at most ``most`` bytes; reading stops there, whatever length was declared.
 
     Raises:
-        SessionError: 413.
+        SessionError: 408, it does not come; 413; 499, the client hung up.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > most:
         raise _too_large(most)
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise _too_large(most)
-        parts.append(part)
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise _too_large(most)
+                parts.append(part)
+    except TimeoutError:
+        raise SessionError(f"the body did not come within {_BODY_SECONDS:g} s: send it at once", 408, "body_timeout") from None
+    except ClientDisconnect:
+        raise SessionError("the client hung up", 499, "client_closed_request") from None
     return b"".join(parts)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from miles_sc.config import ScoreCenteringConfig
-from miles_sc.rollout.answer import GeneratedTokens, read_generated_tokens
+from miles_sc.rollout.answer import GeneratedTokens, check_likeliest, read_generated_tokens
 
 _REFERENCE_BYTES = 8  # of a list's entry
 
@@ -68,6 +68,7 @@ def read_turn(answer: Mapping[str, Any], config: ScoreCenteringConfig, *, vocab_
             "ask the engine directly or update that layer"
         )
     generated = read_generated_tokens(meta_info, k=config.top_logprobs_num, mode=config.mode, vocab_size=vocab_size)
+    check_likeliest(generated)
     if generated.finish_reason not in ("stop", "length", "abort"):
         raise ValueError(f"finish_reason = {meta_info.get('finish_reason')!r}: only stop, length and abort are understood")
     matched = meta_info["finish_reason"].get("matched") if isinstance(meta_info["finish_reason"], dict) else None

@@ -4,13 +4,11 @@ import argparse
 import asyncio
 import ipaddress
 import sys
-from pathlib import Path
 
 import uvicorn
 
 from miles_sc.config import ScoreCenteringConfig
 from miles_sc.rollout.engines.sglang.client import ClientSettings, EngineClient
-from miles_sc.rollout.model_directory import model_vocabulary
 from miles_sc.rollout.probe import probe_chat, raise_on_failure
 from miles_sc.rollout.probe.server import ask_server
 from miles_sc.rollout.session.app import SessionServer, create_app
@@ -45,6 +43,10 @@ def serve_session(args: argparse.Namespace) -> int:
     limits = limits_from_args(args)
     vocab_size = asyncio.run(_examined_vocabulary(args, config))
     warn_of_exposure(args)
+    if not config.top_logprobs_num:
+        print(
+            "miles-sc: warning: no candidates are recorded for score centering; set --rollout-top-logprobs-num", file=sys.stderr
+        )
     engine = EngineClient(args.engine_url, _client_settings(args), api_key=args.engine_api_key)
     relay = Relay(engine.url, timeout=args.engine_timeout, connections=args.engine_connections, api_key=args.engine_api_key)
     recorder = Recorder(engine, config, vocab_size, _continuation(args.tokenizer))
@@ -90,13 +92,13 @@ async def _examined_vocabulary(args: argparse.Namespace, config: ScoreCenteringC
     engine = EngineClient(args.engine_url, _client_settings(args), api_key=args.engine_api_key)
     try:
         server = await ask_server(engine.get)
-        vocab_size = args.vocab_size or model_vocabulary(Path(server.model_path or ""))
+        vocab_size = args.vocab_size or server.vocabulary
         if not config.top_logprobs_num:
             return vocab_size
         if vocab_size is None:
             raise ValueError(
-                f"the vocabulary of {server.model_path!r} cannot be read on this machine and bounds the candidates that may "
-                "be asked for: set --vocab-size"
+                f"the engine's model ({' or '.join(server.model_paths)}) is not found on this machine by an absolute path, and its "
+                "vocabulary bounds the candidates that may be asked for: set --vocab-size"
             )
         config.check_vocabulary(vocab_size)
         raise_on_failure(await probe_chat(engine.post, config, model=server.model or "default", vocab_size=vocab_size))

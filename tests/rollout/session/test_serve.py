@@ -46,7 +46,7 @@ def test_flags_that_do_not_go_together_are_refused_before_anything_is_asked(flag
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--rollout-top-logprobs-num", "4"], "vocabulary of '/nowhere' cannot be read on this machine.*set --vocab-size"),
+        (["--rollout-top-logprobs-num", "4"], r"the engine's model \(/nowhere\) is not found on this machine.*set --vocab-size"),
         (["--rollout-top-logprobs-num", "40", "--vocab-size", "30"], "40 exceeds the model's vocabulary of 30"),
     ],
 )

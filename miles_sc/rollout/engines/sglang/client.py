@@ -199,7 +199,7 @@ class EngineClient:
             async with asyncio.timeout(limit):
                 response = await self._http.request(method, self.url + path, content=content)
         except TimeoutError as error:
-            raise _TimedOut(f"no answer within {limit:g} s; raise request_timeout, or ask for fewer tokens") from error
+            raise _TimedOut(f"no answer within {limit:g} s; raise request_timeout if it is only slow") from error
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise _Failure(f"cannot connect ({_named(error)}); is the engine running at this address?") from error
         except (httpx.NetworkError, httpx.RemoteProtocolError) as error:

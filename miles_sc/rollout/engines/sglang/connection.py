@@ -91,6 +91,8 @@ def _check(address: str, facts: Mapping[str, Any], settings: SglangSettings, con
                 f"reports log-probs from before the temperature (SGLANG_RETURN_ORIGINAL_LOGPROB = {original})",
                 "start it with SGLANG_RETURN_ORIGINAL_LOGPROB=0",
             )
+    if facts.get("allow_auto_truncate"):
+        refuse("cuts long prompts in silence (allow_auto_truncate)", "start it without --allow-auto-truncate")
     longest = facts.get("sampling_mask_max_tokens")
     if config.mode == "support" and longest is not None and longest < config.top_k:
         refuse(

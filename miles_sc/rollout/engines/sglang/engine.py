@@ -49,7 +49,8 @@ class SglangEngine:
         self._route: EngineClient | None = None
         self._versions = VersionBook(())
         self._update: WeightUpdate | None = None
-        self._failed_version: str | None = None
+        # servers that an update has failed on, and which one: they may hold a mixture
+        self._doubtful: dict[str, str] = {}
         self._restarts = self._restarts_before_update = 0
         # of whoever changes weights or processes
         self._lock = asyncio.Lock()
@@ -197,9 +198,9 @@ class SglangEngine:
         ) from problem
 
     def _refuse_mixed_weights(self) -> None:
-        if self._failed_version is not None:
+        for address, version in self._doubtful.items():
             raise EngineError(
-                f"the update to weight version {self._failed_version!r} failed and servers may hold a mixture: update them again"
+                f"the update to weight version {version!r} failed on {address}, which may hold a mixture: update again"
             )
 
     async def _send_again(self, stale: StaleWeights) -> None:
@@ -243,19 +244,23 @@ class SglangEngine:
                 await self._install(self._update, servers)
 
     async def _install(self, update: WeightUpdate, servers: Sequence[Server]) -> None:
+        addresses = [server.address for server in servers]
         async with paused(servers):
             try:
                 await update.send(servers)
+                held = await _held_versions(servers)
             except BaseException:
-                self._failed_version = update.version
+                self._doubtful |= dict.fromkeys(addresses, update.version)
                 raise
-            self._failed_version = None
-        for server, version in zip(servers, await _held_versions(servers), strict=True):
-            if version != update.version:
-                raise EngineError(
-                    f"SGLang server {server.address} reports weight version {version!r} after an update to {update.version!r}: "
-                    "does somebody else update it? give every run servers of its own"
-                )
+            for address, version in zip(addresses, held, strict=True):
+                if version != update.version:
+                    self._doubtful[address] = update.version
+                    raise EngineError(
+                        f"SGLang server {address} reports weight version {version!r} after an update to {update.version!r}: does "
+                        "somebody else update it? give every run servers of its own"
+                    )
+            for address in addresses:
+                self._doubtful.pop(address, None)
 
     async def _made_update(self, state: State, version: str) -> WeightUpdate:
         making = asyncio.ensure_future(asyncio.to_thread(self._new_update, state, version))

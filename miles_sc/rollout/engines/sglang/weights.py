@@ -22,6 +22,7 @@ import numpy as np
 import pybase64
 import torch
 import torch.multiprocessing
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch import distributed as dist
@@ -94,6 +95,12 @@ class DiskUpdate:
                 save_file(dict(shard), self._directory / f"model-{number:05}.safetensors", metadata={"format": "pt"})
             # a server may run as another user
             self._directory.chmod(0o755)
+        except (OSError, SafetensorError) as error:
+            self.discard()
+            raise ValueError(
+                f"{self._directory}: the new weights cannot be written ({error}); make room there, or choose another folder "
+                "or another way to update weights"
+            ) from error
         except BaseException:
             self.discard()
             raise
