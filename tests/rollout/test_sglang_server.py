@@ -178,7 +178,7 @@ def test_an_early_end_shows_code_command_line_and_log(process, left, tmp_path):
     with pytest.raises(ServerFailed) as failure:
         asyncio.run(process(exit="RuntimeError: no kernel for this machine").start())
     message = str(failure.value)
-    assert message.startswith("SGLang server 3 ended with exit code 1 before it was healthy; its output says why\ncommand: ")
+    assert message.startswith("SGLang server 3 ended with exit code 1 before it was healthy; its output says why\n-- command: ")
     assert "-m sglang.launch_server --model-path model --host 127.0.0.1 --port" in message
     assert f"the end of {tmp_path}/logs/sglang-3.log:\n" in message
     assert message.endswith("RuntimeError: no kernel for this machine")

@@ -97,8 +97,8 @@ async def _examined_vocabulary(args: argparse.Namespace, config: ScoreCenteringC
             return vocab_size
         if vocab_size is None:
             raise ValueError(
-                f"the engine's model ({' or '.join(server.model_paths)}) is not found on this machine by an absolute path, and its "
-                "vocabulary bounds the candidates that may be asked for: set --vocab-size"
+                f"the engine's model ({' or '.join(server.model_paths)}) is not found on this machine by an absolute path, "
+                "and its vocabulary bounds the candidates that may be asked for: set --vocab-size"
             )
         config.check_vocabulary(vocab_size)
         raise_on_failure(await probe_chat(engine.post, config, model=server.model or "default", vocab_size=vocab_size))

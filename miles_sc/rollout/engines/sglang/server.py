@@ -114,7 +114,8 @@ class ServerProcess:
         """An error about this server with its command line and the end of its output."""
         tail = "\n".join(self._output().splitlines()[-_TAIL_LINES:]) or "(no output)"
         return ServerFailed(
-            f"{self.launch.name} {what}; {remedy}\ncommand: {shlex.join(self._command())}\nthe end of {self.launch.log}:\n{tail}"
+            f"{self.launch.name} {what}; {remedy}\n-- command: {shlex.join(self._command())}\n"
+            f"-- the end of {self.launch.log}:\n{tail}"
         )
 
     def _command(self) -> list[str]:
