@@ -112,11 +112,13 @@ def test_the_model_that_chat_asks_for(engine, visit):
             assert {call["model"] for call in engine.calls} == {name}
 
 
-@pytest.mark.parametrize("place", ["--hf-checkpoint", "model_info", "text_config"])
+@pytest.mark.parametrize("place", ["--hf-checkpoint", "model_info", "text_config", "tokenizer"])
 def test_the_vocabulary_is_read_from_the_models_directory(engine, visit, tmp_path, place):
     vocabulary = {"vocab_size": bad.TRUE_VOCAB}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": vocabulary} if place == "text_config" else vocabulary))
     flags, about = [], bad.ABOUT | {"/model_info": {"model_path": str(tmp_path)}}
+    if place == "tokenizer":  # the weights came from a folder that is gone
+        about["/model_info"] = {"model_path": str(tmp_path / "weights-1"), "tokenizer_path": str(tmp_path)}
     if place == "--hf-checkpoint":
         make_tokenizer(tmp_path)
         flags, about = ["--hf-checkpoint", tmp_path], bad.ABOUT

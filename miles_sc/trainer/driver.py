@@ -32,6 +32,7 @@ def train(args: argparse.Namespace, directory: RunDirectory, actors: Actors, sto
     """
     checkpoint = checkpoint_to_continue(args)
     first = checkpoint.next_rollout if checkpoint else 0
+    stop.check("stopped before the first rollout")
     stop.loading = True
     actors.prepare(args)
     stop.loading = False
@@ -131,7 +132,7 @@ class StopRequests:
 
     requested = False
     # nothing is lost before the first rollout
-    loading = True
+    loading = False
 
     def check(self, message: str) -> None:
         """Raises Interrupted if so."""

@@ -56,6 +56,22 @@ def test_interrupting_leaves_a_checkpoint_and_no_process(base_flags, tmp_path):
     assert processes_mentioning(str(output)) == [] and process_group(process.pid) == []
 
 
+@pytest.mark.parametrize("after", [0.5, 6.0])
+def test_interrupting_a_run_that_is_being_loaded_stops_it_at_once(base_flags, tmp_path, after):
+    output = tmp_path / "run"
+    process = start(*base_flags, "--num-rollout", "100000", "--output-dir", str(output))
+    assert "starting Ray" in process.stdout.readline()
+    time.sleep(after)  # Ray starts first, then models are loaded
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in error, error
+    assert not list(output.glob("metrics.jsonl"))
+    deadline = time.monotonic() + 20  # Ray's own processes take their time
+    while process_group(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert processes_mentioning(str(output)) == [] and process_group(process.pid) == []
+
+
 def wait_for_rollouts(process: subprocess.Popen, output: Path, rollouts: int) -> None:
     deadline = time.monotonic() + 120
     metrics = output / "metrics.jsonl"

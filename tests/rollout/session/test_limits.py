@@ -46,6 +46,16 @@ def test_a_large_body_is_refused_before_it_has_come(serve, header, sent):
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
+def test_a_body_that_does_not_come_is_not_waited_for(serve, monkeypatch):
+    monkeypatch.setattr("miles_sc.rollout.session.calls._BODY_SECONDS", 0.2)
+    client = serve()
+    session, _ = client.open()
+    host, port = client.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(f"POST {chat(session)} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc".encode())
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+
+
 def test_sessions_are_counted(serve):
     client = serve(limits=SessionLimits(max_sessions=2))
     first, _ = client.open()
