@@ -1,15 +1,16 @@
 """What reading an answer costs in objects, and what it makes of the odd but valid ones."""
 
 import dataclasses
+import subprocess
 import sys
 
 import numpy as np
-import orjson
 import pytest
 
 from miles_sc.candidates import AGREEMENT
 from miles_sc.rollout.answer import check_likeliest, meta_info_of, read_generated_tokens, sampling_versions
 from miles_sc.rollout.answer_fields import top_candidates
+from tests.rollout.count_objects import FEW, MANY, ROWS
 from tests.samples import FORMS, VOCAB, K, answer, in_form, support_answer
 
 TOKENS, TOP = "output_token_logprobs", "output_top_logprobs"
@@ -19,38 +20,13 @@ def read(meta, *, k=K, mode="selected", vocab_size=VOCAB):
     return read_generated_tokens(meta, k=k, mode=mode, vocab_size=vocab_size)
 
 
-def answer_of(rows, k, form, vocab=1000):
-    """The likeliest token of each row is sampled; every id differs from its neighbours', in the row and below it."""
-    log_probs = -np.log(2 * k) - np.linspace(0, 1, k, dtype=np.float32)
-    ids = [[(7 * row + 3 * slot) % vocab for slot in range(k)] for row in range(rows)]
-    top = [[[float(value), token, None] for value, token in zip(log_probs, row, strict=True)] for row in ids]
-    return in_form({TOKENS: [[row[0][0], row[0][1], None] for row in top], TOP: top, "completion_tokens": rows}, form)
-
-
-def most_objects(rows, k, form):
-    """How many small objects are alive at once while an answer's bytes are read, seen at every call and return on the way."""
-    body, counts = orjson.dumps(answer_of(rows, k, form)), []
-
-    def look(*_):
-        counts[-1] = max(counts[-1], sys.getallocatedblocks() - before)
-
-    for _ in range(3):
-        before = sys.getallocatedblocks()
-        counts.append(0)
-        sys.setprofile(look)
-        try:
-            read(orjson.loads(body), k=k, vocab_size=1000)
-        finally:
-            sys.setprofile(None)
-    return min(counts)  # the first reading also makes what is made once
-
-
 def test_base64_candidates_become_no_python_objects():
-    rows, few, many = 64, 8, 128
-    few_objects, many_objects = most_objects(rows, few, "b64"), most_objects(rows, many, "b64")
-    assert abs(many_objects - few_objects) < few
+    # in a process of its own, where no other thread makes objects meanwhile
+    counted = subprocess.run([sys.executable, "-m", "tests.rollout.count_objects"], capture_output=True, text=True, check=True)
+    few, many, nested_few, nested_many = map(int, counted.stdout.split())
+    assert abs(many - few) < FEW
     # the count does grow where every candidate is an object
-    assert most_objects(rows, many, "nested") - most_objects(rows, few, "nested") > rows * (many - few)
+    assert nested_many - nested_few > ROWS * (MANY - FEW)
 
 
 @pytest.mark.parametrize("form", FORMS)
