@@ -60,9 +60,10 @@ def serve_engine(args: argparse.Namespace) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         asked = orjson.loads(await request.body())
-        prompt = np.array([int(word) for message in asked["messages"] for word in message["content"].split()])
+        prompt = np.array([_id(word) for message in asked["messages"] for word in message["content"].split()])
         rows, ids = sampler.answer(prompt)
-        return Response(orjson.dumps(_completion(sampler, prompt, rows, ids)), media_type="application/json")
+        completion = _completion(sampler, prompt, rows, ids, asked.get("temperature") or 1.0)
+        return Response(orjson.dumps(completion), media_type="application/json")
 
     @app.get("/get_model_info")
     async def model_info() -> dict:
@@ -71,8 +72,16 @@ def serve_engine(args: argparse.Namespace) -> None:
     uvicorn.run(app, host="127.0.0.1", port=args.port, log_level="warning", access_log=False)
 
 
-def _completion(sampler: Sampler, prompt: np.ndarray, rows: np.ndarray, ids: np.ndarray) -> dict:
-    log_probs = sampler.log_probs[rows, rows % sampler.ids.shape[1]]
+def _id(word: str) -> int:
+    return int(word) if word.isdigit() else zlib.crc32(word.encode()) % VOCABULARY
+
+
+def _completion(sampler: Sampler, prompt: np.ndarray, rows: np.ndarray, ids: np.ndarray, temperature: float) -> dict:
+    head = sampler.log_probs[rows]
+    if temperature != 1.0:  # as the session server asks before it listens; the head keeps its mass
+        scaled = head / temperature
+        head = (scaled + np.log(np.exp(head).sum(1, keepdims=True) / np.exp(scaled).sum(1, keepdims=True))).astype(np.float32)
+    log_probs = head[np.arange(len(rows)), rows % sampler.ids.shape[1]]
     meta = {
         "output_token_logprobs": [[p, i, None] for p, i in zip(log_probs.tolist(), ids.tolist(), strict=True)],
         "output_top_logprobs_shape": [len(rows), sampler.ids.shape[1]],
@@ -80,8 +89,8 @@ def _completion(sampler: Sampler, prompt: np.ndarray, rows: np.ndarray, ids: np.
         "finish_reason": {"type": "length", "length": len(rows)},
         "weight_version": "1",
     }
-    for name, table in (("val", sampler.log_probs), ("idx", sampler.ids)):
-        meta[f"output_top_logprobs_{name}_flat_b64"] = base64.b64encode(table[rows].tobytes()).decode()
+    for name, table in (("val", head), ("idx", sampler.ids[rows])):
+        meta[f"output_top_logprobs_{name}_flat_b64"] = base64.b64encode(table.tobytes()).decode()
     choice = {
         "index": 0, "message": {"role": "assistant", "content": words(ids)}, "logprobs": None, "finish_reason": "length",
         "prompt_token_ids": prompt.tolist(), "meta_info": meta,

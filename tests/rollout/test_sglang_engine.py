@@ -312,7 +312,7 @@ def test_a_server_that_ended_is_started_again_with_the_newest_weights(drive, tmp
     ports, before, after = drive(work)
     assert len(ports) == 1 and before != after
     warnings = [record.getMessage() for record in caplog.records if "starting it again" in record.getMessage()]
-    assert len(warnings) == 2 and "SGLang server 0 ended with exit code 137; starting it again\ncommand: " in warnings[0]
+    assert len(warnings) == 2 and "SGLang server 0 ended with exit code 137; starting it again\n-- command: " in warnings[0]
 
 
 @LINUX
