@@ -3,7 +3,9 @@
 import argparse
 import gc
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -89,6 +91,7 @@ class RolloutActor:
         self._unfinished: list[Group] = []
         self._next_problem = 0
         self._probe = await self._start_probe()
+        self._examine: Callable[[], Awaitable[None]] | None = None
         self._engine = await self._start_engine()
 
     async def close(self) -> None:
@@ -101,10 +104,14 @@ class RolloutActor:
         args = self._args
         mismatch = parse_mismatch(args.rollout_mismatch, seed=args.rollout_seed)
         if args.rollout_engine == "sglang":
-            from miles_sc.trainer.sglang_engine import start_sglang_engine  # an HTTP client that nobody else needs
+            from miles_sc.trainer.sglang_engine import (
+                examine_routes,
+                start_sglang_engine,
+            )  # an HTTP client that nobody else needs
 
-            example = self._encode(self._held_out[0])
-            engine = await start_sglang_engine(args, self._config, vocab_size=self._vocab_size, prompt_ids=example)
+            asked = {"vocab_size": self._vocab_size, "prompt_ids": self._encode(self._held_out[0])}
+            engine = await start_sglang_engine(args, self._config, **asked)
+            self._examine = partial(examine_routes, engine, self._config, **asked)
             return engine if args.rollout_mismatch == "none" else MismatchedEngine(engine, self._load_model(), mismatch)
         return embedded_engine(args, self._load_model(), self._codec, mismatch)
 
@@ -158,6 +165,10 @@ class RolloutActor:
     async def _collect(self, number: int, weights: dict[str, np.ndarray], version: str) -> list[Group]:
         args = self._args
         await self._engine.update_weights(weights, f"{self._run}-{version}")
+        if self._examine is not None:
+            # once more with the run's own weights, before its first response
+            await self._examine()
+            self._examine = None
         # a continued run starts where an uninterrupted one without unfinished groups would be
         self._next_problem = max(self._next_problem, number * args.rollout_batch_size)
         groups = list(self._unfinished)

@@ -29,15 +29,26 @@ async def start_sglang_engine(
         sglang_settings(args), model_path=args.hf_checkpoint, config=config, log_dir=Path(args.output_dir) / "engine_logs"
     )
     try:
-        findings = []
-        for address, ask in engine.routes.items():
-            found = await probe_native(ask, config, vocab_size=vocab_size, prompt_ids=prompt_ids)
-            findings += [replace(finding, route=f"{address} {finding.route}") for finding in found]
-        raise_on_failure(findings)
+        await examine_routes(engine, config, vocab_size=vocab_size, prompt_ids=prompt_ids)
     except BaseException:
         await engine.close()
         raise
     return engine
+
+
+async def examine_routes(
+    engine: SglangEngine, config: ScoreCenteringConfig, *, vocab_size: int, prompt_ids: Sequence[int]
+) -> None:
+    """Asks for what the run needs in every way that its generations may go.
+
+    Raises:
+        ValueError: a route that degrades; its address, every finding and its remedy are named.
+    """
+    findings = []
+    for address, ask in engine.routes.items():
+        found = await probe_native(ask, config, vocab_size=vocab_size, prompt_ids=prompt_ids)
+        findings += [replace(finding, route=f"{address} {finding.route}") for finding in found]
+    raise_on_failure(findings)
 
 
 def sglang_settings(args: argparse.Namespace) -> SglangSettings:

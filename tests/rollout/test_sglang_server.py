@@ -76,8 +76,6 @@ def test_flags_that_are_chosen_here_are_refused(flag):
             {"use_router": True, "router_url": "http://a:1"},
             "use_router launches a router and router_url = 'http://a:1' names one",
         ),
-        ({"router_args": ("--policy", "random")}, "without use_router"),
-        ({"use_router": True, "router_args": ("--worker-urls", "x")}, "router_args holds --worker-urls"),
         ({"external_addresses": ("a:1",), "server_args": ("--x",)}, "with external_addresses none is launched"),
         ({"external_addresses": ("a:1", "a:1")}, "is there twice"),
     ],
@@ -286,11 +284,10 @@ def test_a_hard_kill_leaves_no_server(tmp_path, left, victim):
 
 
 def test_the_routers_command_line(tmp_path):
-    settings = SglangSettings(use_router=True, router_args=("--policy", "random"), client=ClientSettings(request_timeout=99))
+    settings = SglangSettings(use_router=True, client=ClientSettings(request_timeout=99))
     server = router_process(settings, ["http://127.0.0.1:1", "http://127.0.0.1:2"], tmp_path)
     assert server.launch.command(7) == [
         *(sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", "7"),
         *("--worker-urls", "http://127.0.0.1:1", "http://127.0.0.1:2"),
         *("--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--request-timeout-secs", "100"),
-        *("--policy", "random"),
     ]

@@ -29,7 +29,6 @@ def router_process(settings: SglangSettings, servers: Sequence[str], log_dir: Pa
             *owned,
             *_LEFT_TO_THE_ENGINE,
             *patience,
-            *settings.router_args,
         ]
 
     return ServerProcess(

@@ -43,7 +43,6 @@ class SglangSettings:
         server_args: flags for the launched servers; they win over ours, except for host, port and model path.
         environment: variables for the launched servers, besides those of this process.
         use_router: launch SGLang's router before the servers; its package must be there for this process's interpreter.
-        router_args: flags for the launched router.
         router_url: a router that already runs and knows the servers. With any router, control calls still go to each server.
         start_timeout: seconds until a launched process must be healthy.
         stop_timeout: seconds that a process is given to end by itself before it is killed.
@@ -59,7 +58,6 @@ class SglangSettings:
     server_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     use_router: bool = False
-    router_args: tuple[str, ...] = ()
     router_url: str | None = None
     start_timeout: float = 600.0
     stop_timeout: float = 20.0
@@ -77,14 +75,11 @@ class SglangSettings:
                 raise ValueError(f"{name} = {getattr(self, name)}: give a number of seconds above 0")
         if self.use_router and self.router_url:
             raise ValueError(f"use_router launches a router and router_url = {self.router_url!r} names one: choose")
-        if self.router_args and not self.use_router:
-            raise ValueError(f"router_args = {self.router_args} without use_router: only a launched router takes flags")
         if self.external_addresses and (self.server_args or self.environment):
             raise ValueError("server_args and environment are for launched servers; with external_addresses none is launched")
         if len(set(self.external_addresses)) != len(self.external_addresses):
             raise ValueError(f"external_addresses = {self.external_addresses}: one of them is there twice")
         _refuse_owned_flags("server_args", self.server_args, _OWNED_FLAGS)
-        _refuse_owned_flags("router_args", self.router_args, ("--host", "--port", "--worker-urls"))
 
 
 def server_command(
