@@ -16,7 +16,7 @@ from rich.text import Text
 from miles_sc.config import ScoreCenteringConfig
 from miles_sc.rollout.engines.sglang.client import ClientSettings
 from miles_sc.rollout.model_directory import model_vocabulary
-from miles_sc.rollout.probe import EndpointReport, Examination, Finding, Verdict, examine_endpoint
+from miles_sc.rollout.probe import EndpointReport, Examination, Finding, Verdict, examine_endpoint, small_prompt
 
 _STYLES = {Verdict.OK: "green", Verdict.NOTE: "cyan", Verdict.FAILED: "bold red", Verdict.UNKNOWN: "yellow"}
 _MODES = ("selected", "support")
@@ -95,7 +95,7 @@ def _examination(args: argparse.Namespace) -> Examination:
         routes=("native", "chat") if args.route == "both" else (args.route,),
         configs=[_in_mode(config, mode) for mode in modes],
         client=ClientSettings(request_timeout=args.timeout, attempts=1),
-        prompt_ids=_small_ids if checkpoint is None else lambda _: _tokenized(checkpoint),
+        prompt_ids=small_prompt if checkpoint is None else lambda _: _tokenized(checkpoint),
         model=args.model,
         vocab_size=vocab_size,
         engine=args.engine,
@@ -106,10 +106,6 @@ def _in_mode(config: ScoreCenteringConfig, mode: str) -> ScoreCenteringConfig:
     if config.mode == mode:
         return config
     return replace(config, top_p=1.0, top_k=-1 if mode == "selected" else config.top_logprobs_num)
-
-
-def _small_ids(vocab_size: int | None) -> list[int]:
-    return [token for token in (1, 2, 3, 4) if vocab_size is None or token < vocab_size] or [0]
 
 
 def _tokenized(checkpoint: Path) -> list[int]:

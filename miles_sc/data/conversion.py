@@ -7,6 +7,7 @@ import numpy as np
 
 from miles_sc.candidates import LOG_PROB_SLACK, MINUS_INFINITY, Candidates
 from miles_sc.config import ScoreCenteringConfig
+from miles_sc.rollout.recorded_rows import RecordedRows
 from miles_sc.rollout.sample import Sample
 from miles_sc.sampling_support import SamplingSupport
 
@@ -55,7 +56,7 @@ def samples_to_train_data(
         "rollout_log_probs": [np.asarray(sample.rollout_log_probs, np.float32) for sample in samples],
     }
     if config.top_logprobs_num:
-        data.update(_candidate_columns(samples, config))
+        data.update(candidate_columns(samples, config))
     return data
 
 
@@ -91,6 +92,19 @@ def _check_sample(sample: Sample, config: ScoreCenteringConfig, vocab_size: int 
             raise ValueError(f"{where}: {name} is missing; its producer must fill it from the call that generated the response")
     sample.check_rows()
     _check_tokens(sample, vocab_size, where)
+    check_recorded_rows(sample, config, vocab_size=vocab_size, where=where)
+
+
+def check_recorded_rows(sample: Any, config: ScoreCenteringConfig, *, vocab_size: int | None, where: str) -> None:
+    """What a sample recorded, row by row, against what the loss will rest on.
+
+    Args:
+        sample: ours or a host's, with ``loss_mask``, ``rollout_log_probs`` and with K > 0 its candidates, aligned.
+        where: what to call it in an error.
+
+    Raises:
+        ValueError: the row, its value and the remedy.
+    """
     trained = _trained_rows(sample.loss_mask, where)
     log_probs = np.asarray(sample.rollout_log_probs, np.float64)
     broken = trained & ~(np.isfinite(log_probs) & (log_probs > MINUS_INFINITY) & (log_probs <= LOG_PROB_SLACK))
@@ -103,9 +117,10 @@ def _check_sample(sample: Sample, config: ScoreCenteringConfig, vocab_size: int 
     if not config.top_logprobs_num:
         return
     try:
-        candidates = sample.candidates
+        rows = RecordedRows.of(sample)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    candidates = rows.candidates
     if candidates.k != config.top_logprobs_num:
         raise ValueError(
             f"{where}: {candidates.k} candidate slots and --rollout-top-logprobs-num {config.top_logprobs_num}: they must agree"
@@ -118,8 +133,8 @@ def _check_sample(sample: Sample, config: ScoreCenteringConfig, vocab_size: int 
         trained=trained,
         where=where,
     )
-    if config.mode == "support" and _compact_lengths(candidates, sample.rollout_sampling_mask) is None:
-        _check_support(sample.rollout_sampling_mask, candidates, where)
+    if config.mode == "support" and _compact_lengths(candidates, rows.support) is None:
+        _check_support(rows.support, candidates, where)
 
 
 def _check_tokens(sample: Sample, vocab_size: int | None, where: str) -> None:
@@ -155,7 +170,8 @@ def _check_support(support: SamplingSupport, candidates: Candidates, where: str)
         )
 
 
-def _candidate_columns(samples: Sequence[Sample], config: ScoreCenteringConfig) -> TrainData:
+def candidate_columns(samples: Sequence[Any], config: ScoreCenteringConfig) -> TrainData:
+    """The recorded rows of samples, ours or a host's, as train data; :func:`samples_to_train_data` names the keys."""
     columns: TrainData = {
         "rollout_topk_token_ids": [sample.rollout_topk_token_ids for sample in samples],
         "rollout_topk_log_probs": [sample.rollout_topk_log_probs for sample in samples],
@@ -164,7 +180,7 @@ def _candidate_columns(samples: Sequence[Sample], config: ScoreCenteringConfig) 
         columns["rollout_sampling_mask_ids"] = [sample.rollout_sampling_mask.ids for sample in samples]
         columns["rollout_sampling_mask_offsets"] = [sample.rollout_sampling_mask.offsets for sample in samples]
         columns["rollout_topk_lengths"] = [
-            _compact_lengths(sample.candidates, sample.rollout_sampling_mask) for sample in samples
+            _compact_lengths(RecordedRows.of(sample).candidates, sample.rollout_sampling_mask) for sample in samples
         ]
         columns["rollout_topk_token_ids"] = [
             ids if lengths is None else None

@@ -1,7 +1,8 @@
 """One rank's tensors for one forward pass: its tokens in their layout, and where among them the response rows are."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,11 +41,8 @@ class MicroBatch:
 
     def describe(self, row: int) -> str:
         """Which token a row is."""
-        response_row = int(self.slots.response_rows[row])
-        ends = np.cumsum(self.slots.response_lengths)
-        sample = int(np.searchsorted(ends, response_row, side="right"))
-        start = ends[sample] - self.slots.response_lengths[sample]
-        return f"sample {self.sample_indices[sample]}, response token {response_row - start}"
+        sample, token = self.slots.sample_and_token(row)
+        return f"sample {self.sample_indices[sample]}, response token {token}"
 
     def by_sample(self, values: Tensor) -> list[np.ndarray]:
         """``[T]`` as one array per sample with a place for every response token; NaN where another rank holds the row."""
@@ -147,16 +145,18 @@ class _Columns:
             tokens, length = self.data["tokens"][i], self.data["response_lengths"][i]
             ids[start:end, 0] = tokens[tokens.size - length :][rows]
             if recorded:
-                ids[start:end, 1:] = self._candidate_ids(i, rows)
+                ids[start:end, 1:] = recorded_ids(self.data, i, rows)
         return torch.from_numpy(ids).to(self.device)
 
-    def _candidate_ids(self, i: int, rows: slice | np.ndarray) -> np.ndarray:
-        dense = self.data["rollout_topk_token_ids"][i]
-        if dense is not None:
-            return dense[rows]
-        # compact form: the first `length` ids of each row's support
-        lengths = self.data["rollout_topk_lengths"][i][rows]
-        offsets, ids = self.data["rollout_sampling_mask_offsets"][i][:-1][rows], self.data["rollout_sampling_mask_ids"][i]
-        width = self.data["rollout_topk_log_probs"][i].shape[1]
-        used = np.arange(width) < lengths[:, None]
-        return np.where(used, ids[np.where(used, offsets[:, None] + np.arange(width), 0)], -1)
+
+def recorded_ids(data: Mapping[str, Any], i: int, rows: slice | np.ndarray) -> np.ndarray:
+    """Candidate ids of some rows of sample i of train data or of a batch of it, int32 ``[rows, K]``, in either form."""
+    dense = data.get("rollout_topk_token_ids")
+    if dense is not None and dense[i] is not None:
+        return dense[i][rows]
+    # compact form: the first `length` ids of each row's support
+    lengths = data["rollout_topk_lengths"][i][rows]
+    offsets, ids = data["rollout_sampling_mask_offsets"][i][:-1][rows], data["rollout_sampling_mask_ids"][i]
+    width = data["rollout_topk_log_probs"][i].shape[1]
+    used = np.arange(width) < lengths[:, None]
+    return np.where(used, ids[np.where(used, offsets[:, None] + np.arange(width), 0)], -1)

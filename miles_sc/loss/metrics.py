@@ -31,14 +31,14 @@ class StepMetrics:
             self._rows.setdefault(name, []).append(torch.where(batch.active, values, 0.0))
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """Means with the loss's own weights, and worst cases, over all ranks of ``group`` (None: this rank alone).
+        """Means in proportion to the loss's own weights, and worst cases, over all ranks of ``group`` (None: this rank alone).
 
         ``sc_tail_ratio`` is taken over the tokens whose tail can be read. ``_p99`` is the worst rank's.
         Called once a step, it waits for the device.
         """
         weights = torch.cat(self._weights).double()
         rows = {name: torch.cat(values).double() for name, values in self._rows.items()}
-        sums = {name: (weights * values).sum() for name, values in rows.items()}
+        sums = {name: (weights * values).sum() for name, values in rows.items()} | {"_weight": weights.sum()}
         extremes: dict[str, Tensor] = {}
         if "sc_tail_ratio" in rows:
             readable = weights * (1 - rows["sc_tail_floor_fraction"])
@@ -50,7 +50,8 @@ class StepMetrics:
         _all_reduce(sums, dist.ReduceOp.SUM, group)
         _all_reduce(extremes, dist.ReduceOp.MAX, group)
         values = dict(zip([*sums, *extremes], torch.stack([*sums.values(), *extremes.values()]).tolist(), strict=True))
-        return _finish(values)
+        total = values.pop("_weight") or 1.0  # without a trained token every sum is 0
+        return _finish({name: value / total if name in (*rows, "_readable") else value for name, value in values.items()})
 
 
 def _extremes(rows: Mapping[str, Tensor], counted: Tensor) -> dict[str, Tensor]:

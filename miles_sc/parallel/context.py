@@ -105,6 +105,12 @@ class ContextMap:
         low, high = np.searchsorted(self.response_rows, (start, start + self.response_lengths[sample]))
         return self.response_rows[low:high] - start
 
+    def sample_and_token(self, row: int) -> tuple[int, int]:
+        """Whose response one of :attr:`rows` belongs to, and which of its tokens it predicts."""
+        starts, response_row = _starts(self.response_lengths), int(self.response_rows[row])
+        sample = int(np.searchsorted(starts[1:], response_row, side="right"))
+        return sample, response_row - int(starts[sample])
+
     @property
     def _is_token(self) -> np.ndarray:
         return (self.samples >= 0) & (self.positions < self._of_slot(self.total_lengths))
@@ -120,7 +126,12 @@ class ContextMap:
 
 
 def context_map(
-    total_lengths: Sequence[int], response_lengths: Sequence[int], layout: ContextLayout, *, rank: int = 0
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    layout: ContextLayout,
+    *,
+    rank: int = 0,
+    padded_length: int | None = None,
 ) -> ContextMap:
     """The slots of one rank.
 
@@ -132,6 +143,8 @@ def context_map(
         total_lengths: tokens of each sample, prompt and response.
         response_lengths: response tokens of each; may be 0.
         rank: in the context-parallel group.
+        padded_length: pad what is cut as a whole (a ``bshd`` row, the concatenation of packed all-gather) at least this far; a
+            host may pad further than its layout needs.
 
     Raises:
         ValueError: lengths that do not match, a response without a prompt token before it, a rank outside the group.
@@ -141,15 +154,17 @@ def context_map(
     total, response = _whole_numbers("total_lengths", total_lengths), _whole_numbers("response_lengths", response_lengths)
     _check_lengths(total, response)
     if layout.packed:
-        samples, positions = _packed_slots(total, layout, rank)
+        samples, positions = _packed_slots(total, layout, rank, padded_length or 0)
     else:
-        width = layout.padded(int(total.max(initial=1)))
+        width = layout.padded(max(int(total.max(initial=1)), padded_length or 0))
         rows = np.arange(len(total)) if len(total) else np.array([-1])
         samples, positions = (grid.copy() for grid in np.broadcast_arrays(rows[:, None], layout.positions(width, rank)[None]))
     return ContextMap(samples, positions, total, response)
 
 
-def _packed_slots(total: np.ndarray, layout: ContextLayout, rank: int) -> tuple[np.ndarray, np.ndarray]:
+def _packed_slots(
+    total: np.ndarray, layout: ContextLayout, rank: int, padded_length: int
+) -> tuple[np.ndarray, np.ndarray]:
     if not layout.allgather:
         parts = [layout.positions(layout.padded(length), rank) for length in total]
         samples = np.repeat(np.arange(len(total)), [len(part) for part in parts])
@@ -159,7 +174,7 @@ def _packed_slots(total: np.ndarray, layout: ContextLayout, rank: int) -> tuple[
             samples = np.full(len(positions), -1)
         return samples[None], positions[None]
     length = int(total.sum())
-    padding = layout.padded(length) - length
+    padding = layout.padded(max(length, padded_length)) - length
     samples = np.concatenate([np.repeat(np.arange(len(total)), total), np.full(padding, -1, np.int64)])
     positions = np.concatenate([*(np.arange(n) for n in total), np.arange(padding)])
     mine = layout.positions(len(samples), rank)

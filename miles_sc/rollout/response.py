@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from miles_sc.candidates import Candidates
 from miles_sc.rollout.answer import GeneratedTokens, read_generated_tokens
-from miles_sc.sampling_support import SamplingSupport
+from miles_sc.rollout.recorded_rows import extended_rows
 
 
 def append_candidates(
@@ -37,41 +36,11 @@ def append_generated_tokens(sample: Any, generated: GeneratedTokens) -> None:
     """
     log_probs, loss_mask = _aligned_scalars(sample)
     if generated.candidates is not None:
-        before = _recorded_candidates(sample, generated.candidates.k)
-        support = _extended_support(sample, generated.support)
-        candidates = generated.candidates if before is None else Candidates.concatenate([before, generated.candidates])
-        sample.rollout_topk_token_ids, sample.rollout_topk_log_probs = candidates.token_ids, candidates.log_probs
-        sample.rollout_sampling_mask = support
+        extended_rows(sample, generated).put(sample)
     sample.rollout_log_probs = log_probs + generated.log_probs.tolist()
     sample.loss_mask = loss_mask + [1] * len(generated)
     sample.tokens = list(sample.tokens) + generated.token_ids.tolist()
     sample.response_length += len(generated)
-
-
-def _recorded_candidates(sample: Any, k: int) -> Candidates | None:
-    ids, log_probs = sample.rollout_topk_token_ids, sample.rollout_topk_log_probs
-    if ids is None and log_probs is None:
-        if sample.response_length:
-            raise ValueError(f"the sample has {sample.response_length} response tokens without candidates: every one needs a row")
-        return None
-    before = Candidates(ids, log_probs)
-    if len(before) != sample.response_length or before.k != k:
-        raise ValueError(
-            f"the sample holds candidates {before.token_ids.shape} for {sample.response_length} response tokens and k = {k}: "
-            "every response token needs one row of k"
-        )
-    return before
-
-
-def _extended_support(sample: Any, added: SamplingSupport | None) -> SamplingSupport | None:
-    before = sample.rollout_sampling_mask
-    if added is None:
-        if before is not None and len(before):
-            raise ValueError("the sample holds a sampling support and this call was unfiltered: one run, one kind of sampling")
-        return before
-    if before is None and sample.response_length:
-        raise ValueError("the sample's earlier tokens lack their sampling support: one run, one kind of sampling")
-    return added if before is None else SamplingSupport.concatenate([before, added])
 
 
 def _aligned_scalars(sample: Any) -> tuple[list[float], list[int]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from miles_sc.candidates import Candidates
+from miles_sc.rollout.recorded_rows import RecordedRows
 from miles_sc.sampling_support import SamplingSupport
 
 
@@ -73,11 +74,8 @@ class Sample:
                 f"sample {self.index}: its {self.response_length} response tokens lack loss_mask or rollout_log_probs; "
                 "fill both before an observation is appended"
             )
-        if self.candidates is not None:
-            self.candidates = self.candidates.append_gap(rows)
-        if self.rollout_sampling_mask is not None:
-            support = SamplingSupport.singletons(token_ids)
-            self.rollout_sampling_mask = SamplingSupport.concatenate([self.rollout_sampling_mask, support])
+        if (recorded := RecordedRows.of(self)) is not None:
+            recorded.append_observation(token_ids).put(self)
         self.rollout_log_probs = [*(self.rollout_log_probs or ()), *([0.0] * rows)]
         self.loss_mask = [*(self.loss_mask or ()), *([0] * rows)]
         if self.weight_versions is not None:
@@ -93,10 +91,8 @@ class Sample:
             )
         self.check_rows()
         kept = self.response_length - count
-        if self.candidates is not None:
-            self.candidates = self.candidates.trim(count)
-        if self.rollout_sampling_mask is not None:
-            self.rollout_sampling_mask = self.rollout_sampling_mask.trim(count)
+        if (recorded := RecordedRows.of(self)) is not None:
+            recorded.trim(count).put(self)
         if self.rollout_log_probs is not None:
             self.rollout_log_probs = self.rollout_log_probs[:kept]
         if self.loss_mask is not None:

@@ -11,7 +11,7 @@ from miles_sc.rollout.request import configure_request
 _RECORDING = {"logprobs": True, "return_meta_info": True, "return_prompt_token_ids": True}
 # What meta_info holds of it, by the names' beginnings; the first two are there whenever log-probs are asked for.
 _LOG_PROBS = ("output_token_logprobs", "input_token_logprobs")
-_CANDIDATES = ("output_top_logprobs", "input_top_logprobs", "output_token_sampling")
+CANDIDATE_FIELDS = ("output_top_logprobs", "input_top_logprobs", "output_token_sampling")
 _MOST_UNRECORDED = 20
 _NOT_TEXT = ("image", "video", "audio", "file")
 
@@ -106,7 +106,7 @@ def client_reply(answer: dict[str, Any], wishes: Wishes) -> dict[str, Any]:
         choice.pop("prompt_token_ids")
     meta_info = choice.pop("meta_info")
     if wishes.meta_info:
-        hidden = _CANDIDATES if wishes.logprobs else _CANDIDATES + _LOG_PROBS
+        hidden = CANDIDATE_FIELDS if wishes.logprobs else CANDIDATE_FIELDS + _LOG_PROBS
         choice["meta_info"] = {name: value for name, value in meta_info.items() if not name.startswith(hidden)}
     if not wishes.logprobs:
         choice["logprobs"] = None

@@ -1,0 +1,183 @@
+"""Installs a host's seams: each module is wrapped when it is imported, before anybody binds a name from it."""
+
+import contextlib
+import importlib.metadata
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from types import FunctionType, ModuleType
+from typing import Any
+
+import wrapt
+
+from miles_sc.hosts.seams import Fault, Host, HostSource, Seam
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Activation:
+    """What the plugin has done to a host in this process.
+
+    Attributes:
+        version: of the host's distribution, or that it is unknown, and where its source lies.
+        faults: seams that are not as they must be; with one there nothing is wrapped.
+        own_loss: the host has a score centering of its own.
+        seams: those in use here; on a host with its own loss the few that a takeover needs.
+        installed: names of the seams whose module has been imported, and which are wrapped.
+    """
+
+    host: Host
+    version: str
+    faults: list[Fault]
+    own_loss: bool
+    seams: tuple[Seam, ...]
+    installed: list[str] = field(default_factory=list)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+    _live: bool = True
+
+    def require(self) -> None:
+        """Nothing may train half-installed.
+
+        Raises:
+            ValueError: every seam at fault, the host's version and the remedy.
+        """
+        if self.faults:
+            listed = "\n".join(f"  {fault}" for fault in self.faults)
+            raise ValueError(
+                f"score centering cannot enter this {self.host.package} ({self.version}): {len(self.faults)} of its "
+                f"{len(self.seams)} seams are not as this plugin knows them, so none is used:\n{listed}\n"
+                f"install a miles_sc that knows this {self.host.package}, or a {self.host.package} that docs/hosts.md lists"
+            )
+
+    def install(self, module: ModuleType) -> None:
+        """Wraps the seams of a module that has just been imported: all of them, or on a fault none."""
+        mine = [seam for seam in self.seams if seam.module == module.__name__ and (seam.wrap or seam.replace)]
+        if not self._live or self.faults or any(seam.name in self.installed for seam in mine):
+            return
+        self.faults += [Fault(seam, found) for seam in mine if (found := _taken(module, seam))]
+        for seam in mine if not self.faults else ():
+            self._undo.append(_apply(module, seam))
+            self.installed.append(seam.name)
+
+    def undo(self) -> None:
+        """Puts back what was wrapped here. Names that others have bound meanwhile stay wrapped."""
+        self._live = False
+        while self._undo:
+            self._undo.pop()()
+        self.installed.clear()
+
+
+_ACTIVATIONS: dict[str, Activation] = {}
+_LOOKED_FOR: set[str] = set()
+
+
+def activation(package: str) -> Activation | None:
+    """That of a host in this process; None where it was not imported, or nothing watched."""
+    return _ACTIVATIONS.get(package)
+
+
+def activate(package: str) -> Activation | None:
+    """Checks a host's seams and sees to it that each is wrapped when its module is imported.
+
+    Called just before the host is imported. Never raises for a host that it does not know: :meth:`Activation.require` does,
+    once a run asks for the feature.
+
+    Returns:
+        None where the package is not there, or is a stranger of the same name.
+    """
+    if package in _ACTIVATIONS or package in _LOOKED_FOR:
+        return activation(package)
+    _LOOKED_FOR.add(package)  # looking for it asks our own finder again
+    try:
+        found = find_spec(package)
+    finally:
+        _LOOKED_FOR.discard(package)
+    directories = list(found.submodule_search_locations or ()) if found is not None else []
+    return enter(known_host(package), directories)
+
+
+def known_host(package: str) -> Host:
+    """The table of a host."""
+    from miles_sc.hosts import miles, slime
+
+    return {"miles": miles.HOST, "slime": slime.HOST}[package]
+
+
+def enter(host: Host, directories: list[str]) -> Activation | None:
+    """The same for a table and the directories of its package."""
+    source = HostSource(host.package, directories)
+    if not source.has(host.landmark):
+        return None
+    own = host.own_loss is not None and set(host.own_loss[1]) <= source.mentions(host.own_loss[0])
+    seams = host.takeover if own else host.seams
+    active = Activation(host, _version(host.package, directories), source.check(seams), own, seams)
+    _ACTIVATIONS[host.package] = active
+    for module in dict.fromkeys([seam.module for seam in seams]):
+        wrapt.register_post_import_hook(active.install, module)
+    wrapt.register_post_import_hook(partial(_refuse_flags, active), host.entry)
+    return active
+
+
+def deactivate(package: str) -> None:
+    """Undoes :func:`activate`: for tests, and for whoever wants the plain host back in a running process."""
+    if (active := _ACTIVATIONS.pop(package, None)) is not None:
+        active.undo()
+
+
+def _refuse_flags(active: Activation, module: ModuleType) -> None:
+    """On a host we could not enter, our flags would be unknown to the parser: says why before that does."""
+    asked = [word for word in sys.argv[1:] if word == "score_centering" or word.startswith("--score-centering")]
+    if asked and active.faults:
+        active.require()
+
+
+def _taken(module: ModuleType, seam: Seam) -> str | None:
+    """Whether somebody else has wrapped this already; two plugins in one place cannot know of each other."""
+    owner, name = _owner(module, seam)
+    value = owner.__dict__.get(name)
+    value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+    if seam.parameters is None or (isinstance(value, FunctionType) and _is_defined_in(value, module)):
+        return None
+    other = getattr(value, "__module__", None) or type(value).__module__
+    return f"{other} has wrapped or replaced it before us ({type(value).__name__}): uninstall one of the two"
+
+
+def _is_defined_in(function: FunctionType, module: ModuleType) -> bool:
+    """Also through the decorators of the module itself, which keep what they wrap."""
+    while True:
+        if function.__code__.co_filename == module.__file__:
+            return True
+        inner = getattr(function, "__wrapped__", None)
+        # a decorator that names the module as its function's home was written there, in the host's source
+        if not isinstance(inner, FunctionType) or function.__globals__["__name__"].split(".")[0] != module.__name__.split(".")[0]:
+            return False
+        function = inner
+
+
+def _apply(module: ModuleType, seam: Seam) -> Callable[[], None]:
+    owner, name = _owner(module, seam)
+    before = owner.__dict__[name]
+    if seam.wrap is not None:
+        wrapt.wrap_function_wrapper(module, seam.attribute, seam.wrap)
+    else:
+        setattr(owner, name, seam.replace(before))
+    return partial(setattr, owner, name, before)
+
+
+def _owner(module: ModuleType, seam: Seam) -> tuple[Any, str]:
+    *path, name = seam.attribute.split(".")
+    owner: Any = module
+    for part in path:
+        owner = getattr(owner, part)
+    return owner, name
+
+
+def _version(package: str, directories: list[str]) -> str:
+    version = "version unknown"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = f"version {importlib.metadata.version(package)}"
+    return f"{version}, in {directories[0]}"

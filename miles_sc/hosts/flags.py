@@ -1,0 +1,131 @@
+"""A host's command line: our flags in its parser, our start-up contract behind its validation."""
+
+import argparse
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from miles_sc.arguments import add_score_centering_arguments, validate_score_centering_arguments
+from miles_sc.config import LOSS_TYPE, ScoreCenteringConfig
+from miles_sc.hosts.activation import activation
+from miles_sc.hosts.run import PROVIDER, is_asked_for, is_centered, is_observed, producer_vocabulary
+
+logger = logging.getLogger(__name__)
+
+_UNUSED_DEFAULTS = {
+    "score_centering_is": "none",
+    "score_centering_tis_clip": 2.0,
+    "score_centering_mis_low": 0.5,
+    "score_centering_mis_high": 5.0,
+}
+
+
+def add_flags(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """Around the function that returns the host's provider of arguments.
+
+    The flags must be there before the provider runs: inside, a host parses the command line once more for the functions that a
+    user names, and takes a failure of that parse for "there are none".
+    """
+    provide = wrapped(*args, **kwargs)
+
+    def provide_with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        add_score_centering_arguments(parser.add_argument_group("score centering"))
+        with _one_more_choice(parser, "--loss-type", LOSS_TYPE):
+            return provide(parser)
+
+    return provide_with_ours
+
+
+def add_provider_flag(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same on a host that has the other flags: which of the two losses trains."""
+    provide = wrapped(*args, **kwargs)
+
+    def provide_with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument(
+            "--score-centering-provider", choices=("host", "miles_sc"), default="host",
+            help="whose score_centering loss trains (default: %(default)s)",
+        )  # fmt: skip
+        return provide(parser)
+
+    return provide_with_ours
+
+
+@contextmanager
+def _one_more_choice(parser: argparse.ArgumentParser, flag: str, choice: str) -> Iterator[None]:
+    add_argument = parser.add_argument
+
+    def widened(*names: str, **options: Any) -> argparse.Action:
+        if flag in names:
+            options["choices"] = [*options["choices"], choice]
+        return add_argument(*names, **options)
+
+    parser.add_argument = widened
+    try:
+        yield
+    finally:
+        del parser.add_argument
+
+
+def validate(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Behind the host's own validation, which is where a configuration file overrides the command line."""
+    result = wrapped(*args, **kwargs)
+    check_run(args[0] if args else kwargs["args"], package=wrapped.__module__.split(".")[0])
+    return result
+
+
+def check_run(run: argparse.Namespace, *, package: str) -> None:
+    """The start-up contract inside a host.
+
+    Raises:
+        ValueError: the flag, its value and what to set; or a host whose seams are not as this plugin knows them.
+    """
+    if not is_asked_for(run):
+        return
+    activation(package).require()
+    validate_score_centering_arguments(run)
+    config = ScoreCenteringConfig.from_args(run)
+    if (vocab_size := producer_vocabulary(run)) is not None:
+        config.check_vocabulary(vocab_size)
+    if not (is_centered(run) or is_observed(run)):
+        _refuse_idle_flags(run)
+    if config.mode == "support":
+        _check_support_is_reported(run, config)
+
+
+def check_takeover(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """On a host with a score centering of its own: whose trains is said, and ours only where it is asked for."""
+    result = wrapped(*args, **kwargs)
+    run = args[0] if args else kwargs["args"]
+    if not is_centered(run):
+        return result
+    if getattr(run, PROVIDER, "host") == "host":
+        logger.info(
+            "this host has a score_centering loss of its own, which trains; --score-centering-provider miles_sc takes it over"
+        )
+        return result
+    activation(wrapped.__module__.split(".")[0]).require()
+    validate_score_centering_arguments(run)
+    logger.info("score_centering is trained by miles_sc (--score-centering-provider)")
+    return result
+
+
+def _refuse_idle_flags(run: argparse.Namespace) -> None:
+    for name, default in _UNUSED_DEFAULTS.items():
+        if getattr(run, name, default) != default:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag} {getattr(run, name)} with --loss-type {run.loss_type}: nothing would read it; "
+                f"set --loss-type {LOSS_TYPE} or --score-centering-observe, or leave it out"
+            )
+
+
+def _check_support_is_reported(run: argparse.Namespace, config: ScoreCenteringConfig) -> None:
+    """SGLang reports a support up to a size that its servers are started with."""
+    limit = getattr(run, "sglang_sampling_mask_max_tokens", None)
+    external = getattr(run, "rollout_external", False)
+    if not external and (limit is None or limit < config.top_k):
+        raise ValueError(
+            f"--rollout-top-k {config.top_k} with --sglang-sampling-mask-max-tokens {limit}: the engines report no support of "
+            f"that size; set --sglang-sampling-mask-max-tokens {config.top_k} (SGLang 0.5.23 or newer), or sample unfiltered"
+        )

@@ -1,0 +1,188 @@
+"""The loss inside a host: dispatched by name, fed by the host's logits and groups, watched until the optimizer's step."""
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from miles_sc.config import LOSS_TYPE, ScoreCenteringConfig
+from miles_sc.hosts.activation import activation
+from miles_sc.hosts.batch import HostGroups, HostRows, describe_row, loss_batch
+from miles_sc.hosts.run import PROVIDER, is_centered, is_observed
+from miles_sc.hosts.train_data import check_received
+from miles_sc.loss.batch import LossBatch, LossOutput, LossSettings
+from miles_sc.loss.finite_guard import FiniteGuard
+from miles_sc.loss.hub import loss_function
+from miles_sc.loss.metrics import StepMetrics
+from miles_sc.loss.reduction import weighted_sum
+from miles_sc.loss.score_centering.loss import observe
+
+# What a host averages itself, as it does its other losses' numbers; the rest is averaged with its worst cases beside it.
+_HOSTS_METRICS = ("loss", "pg_loss", "entropy_loss", "kl_loss")
+_SEEN = "miles_sc_seen"  # in a batch: recomputation of the loss passes it twice
+
+HostLoss = Callable[[argparse.Namespace, dict[str, Any], Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, dict[str, Tensor]]]
+
+
+class Step:
+    """What the micro-batches of one optimizer step have said so far, in this process."""
+
+    def __init__(self) -> None:
+        self.guard = FiniteGuard()
+        self.metrics: StepMetrics | None = None
+
+    def add(self, values: Mapping[str, Tensor], batch: LossBatch) -> None:
+        self.metrics = self.metrics or StepMetrics()
+        self.metrics.add(values, batch)
+
+    def take_metrics(self, group: dist.ProcessGroup | None) -> dict[str, float]:
+        """Over all ranks of the group, then forgotten; nothing where no micro-batch was seen."""
+        metrics, self.metrics = self.metrics, None
+        return {} if metrics is None else metrics.reduce(group)
+
+
+STEP = Step()
+
+
+def dispatch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostLoss:
+    """Around ``get_loss_function(args)``."""
+    run = args[0] if args else kwargs["args"]
+    if is_centered(run) and getattr(run, PROVIDER, "miles_sc") == "miles_sc":
+        activation(wrapped.__module__.split(".")[0]).require()
+        return centered_loss
+    function = wrapped(*args, **kwargs)
+    return _observed(function) if is_observed(run) else function
+
+
+def centered_loss(
+    run: argparse.Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The ``score_centering`` loss in a host's calling convention.
+
+    Args:
+        run: the host's namespace.
+        batch: the host's micro-batch with the recorded candidates.
+        logits: ``[1, S, V/TP]`` or ``[B, S, V/TP]`` of this context-parallel rank; float32 or bfloat16.
+        sum_of_sample_mean: the host's reduction. It holds for one order of rows; ours has the same weights in all.
+
+    Returns:
+        The micro-batch's summed loss, which the host scales, and the numbers that the host averages.
+    """
+    rows, settings, given = _prepared(run, batch, logits)
+    first = not batch.get(_SEEN)
+    batch[_SEEN] = True
+    # a second pass repeats what the first has reported
+    guard = STEP.guard if first else FiniteGuard()
+    if first:
+        names = batch.get("sample_indices")
+        guard.watch(lambda row: describe_row(rows.slots, names, row))
+    output = loss_function(LOSS_TYPE)(given, _rows_of_logits(logits, rows), settings, guard)
+    if first:
+        STEP.add({name: values for name, values in output.token_metrics.items() if name not in _HOSTS_METRICS}, given)
+    return output.loss, _for_the_host(output, given)
+
+
+def _observed(function: HostLoss) -> HostLoss:
+    """Another loss with the diagnostics beside it; its value and gradient stay as they are."""
+
+    def observed(run: argparse.Namespace, batch: dict[str, Any], logits: Tensor, reduce: Callable[[Tensor], Tensor]) -> Any:
+        if not batch.get(_SEEN):
+            batch[_SEEN] = True
+            rows, settings, given = _prepared(run, batch, logits.detach())
+            STEP.add(observe(given, _rows_of_logits(logits.detach(), rows), settings), given)
+        return function(run, batch, logits, reduce)
+
+    return observed
+
+
+def _prepared(
+    run: argparse.Namespace, batch: Mapping[str, Any], logits: Tensor
+) -> tuple[HostRows, LossSettings, LossBatch]:
+    check_received(batch)
+    groups = host_groups()
+    rows = HostRows(run, batch, logits, groups)
+    return rows, loss_settings(run, groups), loss_batch(run, batch, rows, logits.device)
+
+
+def _rows_of_logits(logits: Tensor, rows: HostRows) -> Tensor:
+    return logits.flatten(0, 1)[torch.from_numpy(rows.slots.rows).to(logits.device)]
+
+
+def _for_the_host(output: LossOutput, batch: LossBatch) -> dict[str, Tensor]:
+    return {
+        name: weighted_sum(output.token_metrics[name], batch).detach() for name in _HOSTS_METRICS if name in output.token_metrics
+    }
+
+
+def loss_settings(run: argparse.Namespace, groups: HostGroups) -> LossSettings:
+    """A host's flags as the loss knows them."""
+    return LossSettings(
+        score_centering=ScoreCenteringConfig.from_args(run),
+        entropy_coef=run.entropy_coef,
+        observe_entropy=bool(getattr(run, "observe_training_entropy", False)),
+        use_kl_loss=run.use_kl_loss,
+        kl_loss_coef=run.kl_loss_coef,
+        kl_loss_type=run.kl_loss_type,
+        use_unbiased_kl=run.use_unbiased_kl,
+        log_probs_chunk_size=run.log_probs_chunk_size,
+        vocab_size=getattr(run, "vocab_size", None),
+        tensor_parallel_group=groups.tensor,
+    )
+
+
+def host_groups() -> HostGroups:
+    """Miles's parallel state."""
+    from miles.backends.training_utils.parallel import get_parallel_state
+
+    state = get_parallel_state()
+    return HostGroups(
+        tensor=state.tp.group if state.tp.size > 1 else None,
+        context=state.cp.group if state.cp.size > 1 else None,
+        context_rank=state.cp.rank,
+        context_size=state.cp.size,
+    )
+
+
+# --- between the last backward and the optimizer's step
+
+
+def forward_backward(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Around ``get_forward_backward_func()`` where Megatron's train step sees it: a broken token stops the step before it."""
+    run = wrapped(*args, **kwargs)
+
+    def checked(*inner_args: Any, **inner_kwargs: Any) -> Any:
+        result = run(*inner_args, **inner_kwargs)
+        STEP.guard.raise_if_tripped()
+        return result
+
+    return checked
+
+
+def train_core(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Around the FSDP actor's ``_train_core``: the same, by a hook of its torch optimizer."""
+    with _before_each_step(instance.optimizer):
+        return wrapped(*args, **kwargs)
+
+
+@contextmanager
+def _before_each_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    handle = optimizer.register_step_pre_hook(lambda *_: STEP.guard.raise_if_tripped())
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def step_metrics(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
+    """Around ``aggregate_train_losses``, which every rank with a loss calls once a step: adds what a sum cannot say.
+
+    Under independent data parallelism these numbers are of one replica: its groups are none that torch reduces over.
+    """
+    from miles.backends.training_utils.parallel import get_parallel_state
+
+    reduced = wrapped(*args, **kwargs)
+    return {**reduced, **STEP.take_metrics(get_parallel_state().intra_dp_cp.group)}
