@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import miles_sc
 from miles_sc import ScoreCenteringConfig, ScoreCenteringInputs, score_centering_loss, selected_log_probs
 from miles_sc.rollout import Sample, append_candidates, configure_request
 from tests.distributed.launch import device, launch
@@ -19,7 +20,6 @@ from tests.distributed.launch import device, launch
 ROOT = Path(__file__).parent.parent
 EXAMPLE, PAGE = ROOT / "examples/own_trainer.py", (ROOT / "docs/integrate.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-INNER_RING = {"miles_sc", "miles_sc.rollout"}
 COLUMNS = ["reward", "sc_rollout_head_mass", "sc_train_head_mass", "train_rollout_logprob_abs_diff", "train_rollout_kl"]
 
 
@@ -69,13 +69,14 @@ def test_it_is_short_and_the_page_says_how_short():
 
 
 def test_it_imports_nothing_but_the_inner_ring():
-    imported = set()
+    modules, names = set(), {}
     for node in ast.walk(ast.parse(EXAMPLE.read_text())):
         if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            imported.add(node.module)
-    assert imported <= INNER_RING | {"copy", "numpy", "torch"} and imported >= INNER_RING
+            names[node.module] = {alias.name for alias in node.names}
+    assert modules == {"copy", "numpy", "torch"} and set(names) == {"torch", "miles_sc", "miles_sc.rollout"}
+    assert names["miles_sc"] <= set(miles_sc.__all__) and names["miles_sc.rollout"] <= set(miles_sc.rollout.__all__)
 
 
 def test_a_sampler_that_is_the_trainer_needs_no_correction(example):

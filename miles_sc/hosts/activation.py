@@ -158,11 +158,18 @@ def _is_defined_in(function: FunctionType, module: ModuleType) -> bool:
         function = inner
 
 
+class _SeamWrapper(wrapt.FunctionWrapper):
+    """Pickled as its name, like the function in whose place it is: Ray exports actors with the globals of their methods."""
+
+    def __reduce_ex__(self, protocol: Any) -> str:
+        return self.__qualname__
+
+
 def _apply(module: ModuleType, seam: Seam) -> Callable[[], None]:
     owner, name = _owner(module, seam)
     before = owner.__dict__[name]
     if seam.wrap is not None:
-        wrapt.wrap_function_wrapper(module, seam.attribute, seam.wrap)
+        wrapt.wrap_object(module, seam.attribute, _SeamWrapper, (seam.wrap,))
     else:
         setattr(owner, name, seam.replace(before))
     return partial(setattr, owner, name, before)

@@ -80,6 +80,8 @@ def check_run(run: argparse.Namespace, *, package: str) -> None:
     Raises:
         ValueError: the flag, its value and what to set; or a host whose seams are not as this plugin knows them.
     """
+    if not (is_centered(run) or is_observed(run)):
+        _refuse_idle_flags(run)
     if not is_asked_for(run):
         return
     activation(package).require()
@@ -87,8 +89,6 @@ def check_run(run: argparse.Namespace, *, package: str) -> None:
     config = ScoreCenteringConfig.from_args(run)
     if (vocab_size := producer_vocabulary(run)) is not None:
         config.check_vocabulary(vocab_size)
-    if not (is_centered(run) or is_observed(run)):
-        _refuse_idle_flags(run)
     if config.mode == "support":
         _check_support_is_reported(run, config)
 
@@ -115,17 +115,24 @@ def _refuse_idle_flags(run: argparse.Namespace) -> None:
         if getattr(run, name, default) != default:
             flag = "--" + name.replace("_", "-")
             raise ValueError(
-                f"{flag} {getattr(run, name)} with --loss-type {run.loss_type}: nothing would read it; "
+                f"{flag} {getattr(run, name)} with --loss-type {getattr(run, 'loss_type', None)}: nothing would read it; "
                 f"set --loss-type {LOSS_TYPE} or --score-centering-observe, or leave it out"
             )
 
 
 def _check_support_is_reported(run: argparse.Namespace, config: ScoreCenteringConfig) -> None:
     """SGLang reports a support up to a size that its servers are started with."""
+    if getattr(run, "rollout_external", False):
+        return  # those are asked once they are there
+    filters = f"--rollout-top-p {config.top_p} --rollout-top-k {config.top_k}"
     limit = getattr(run, "sglang_sampling_mask_max_tokens", None)
-    external = getattr(run, "rollout_external", False)
-    if not external and (limit is None or limit < config.top_k):
+    if limit is None:
         raise ValueError(
-            f"--rollout-top-k {config.top_k} with --sglang-sampling-mask-max-tokens {limit}: the engines report no support of "
-            f"that size; set --sglang-sampling-mask-max-tokens {config.top_k} (SGLang 0.5.23 or newer), or sample unfiltered"
+            f"{filters}: this host's SGLang has no --sampling-mask-max-tokens, so it cannot report the support of filtered "
+            "sampling; sample unfiltered (--rollout-top-p 1.0 --rollout-top-k -1), or use SGLang 0.5.23 or newer"
+        )
+    if limit < config.top_k:
+        raise ValueError(
+            f"{filters} with --sglang-sampling-mask-max-tokens {limit}: the engines report no support of that size; "
+            f"set --sglang-sampling-mask-max-tokens to at least {config.top_k}"
         )
