@@ -46,7 +46,9 @@ def _vocabulary(checkpoint: str) -> int | None:
 
 def bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """A call's arguments by name, defaults included."""
-    call = _signature(inspect.unwrap(getattr(function, "__func__", function))).bind_partial(*args, **kwargs)
+    if inspect.ismethod(function):  # cached by the function, of which there is one
+        args, function = (function.__self__, *args), function.__func__
+    call = _signature(function).bind(*args, **kwargs)
     call.apply_defaults()
     return call.arguments
 
