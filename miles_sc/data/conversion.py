@@ -116,10 +116,7 @@ def check_recorded_rows(sample: Any, config: ScoreCenteringConfig, *, vocab_size
         )
     if not config.top_logprobs_num:
         return
-    try:
-        rows = RecordedRows.of(sample)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    rows = RecordedRows.of(sample, where=where)
     candidates = rows.candidates
     if candidates.k != config.top_logprobs_num:
         raise ValueError(

@@ -185,4 +185,5 @@ def step_metrics(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dic
     from miles.backends.training_utils.parallel import get_parallel_state
 
     reduced = wrapped(*args, **kwargs)
-    return {**reduced, **STEP.take_metrics(get_parallel_state().intra_dp_cp.group)}
+    # beside another loss, a number of the same name stays the host's
+    return {**STEP.take_metrics(get_parallel_state().intra_dp_cp.group), **reduced}

@@ -49,7 +49,7 @@ def convert_samples(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: 
 def _checked(sample: Any, config: ScoreCenteringConfig, run: argparse.Namespace) -> Any:
     """The sample, after the checks of the built-in trainer; one that trains nothing may come without rows."""
     where = f"sample {sample.index}"
-    rows = RecordedRows.of(sample)
+    rows = RecordedRows.of(sample, where=where)
     if rows is None and not any(sample.loss_mask):
         rows = RecordedRows(Candidates.gap(sample.response_length, config.top_logprobs_num))
         if config.mode == "support":

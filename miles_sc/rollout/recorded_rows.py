@@ -27,7 +27,7 @@ class RecordedRows:
         return len(self.candidates)
 
     @classmethod
-    def of(cls, sample: Any) -> "RecordedRows | None":
+    def of(cls, sample: Any, *, where: str = "the sample") -> "RecordedRows | None":
         """A sample's; None where nothing was recorded.
 
         Raises:
@@ -36,7 +36,10 @@ class RecordedRows:
         ids, log_probs, support = (getattr(sample, name, None) for name in FIELDS)
         if ids is None and log_probs is None:
             return None
-        return cls(Candidates(ids, log_probs), support)
+        try:
+            return cls(Candidates(ids, log_probs), support)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
     def put(self, sample: Any) -> None:
         """Makes them a sample's."""

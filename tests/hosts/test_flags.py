@@ -112,7 +112,7 @@ def test_help_shows_them_in_a_group_of_their_own(host):
 # --- off
 
 
-def test_off_is_the_hosts_namespace_and_our_defaults(parse, host, tmp_path_factory, monkeypatch):
+def test_off_is_the_hosts_namespace_and_our_defaults(parse, tmp_path_factory):
     words = ("--batch-size", "4", "--rollout-top-p", "0.9", "--users-flag", "mine", "--mine", "set")
     ours = vars(parse(*words))
     with stand_in(tmp_path_factory.mktemp("plain")) as plain:

@@ -119,6 +119,11 @@ def test_an_unknown_host_works_as_ever(start, write_module):
     assert printed(start(RUN_HOOK + script)) == "policy_loss True []"
 
 
+def test_we_bring_no_torch_to_processes_of_a_host_that_use_none(start, write_module):
+    write_module("miles.utils.arguments", HOST_ARGUMENTS)
+    assert printed(start(RUN_HOOK + READ + "print(active is not None, 'torch' in sys.modules)")) == "True False"
+
+
 def test_our_flags_on_an_unknown_host_are_explained(start, write_module):
     write_module("miles.utils.arguments", HOST_ARGUMENTS)
     run = start(RUN_HOOK + READ, "--loss-type", "score_centering")
