@@ -79,6 +79,7 @@ def test_choices_are_widened_for_one_flag_and_while_the_provider_runs(host):
     host.enter_command_line()
 
     def custom(parser):
+        assert vars(parser.parse_known_args([])[0]) == OFF  # ours come first
         parser.add_argument("--other-type", choices=["a"])
         return parser
 
