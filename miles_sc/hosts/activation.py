@@ -1,6 +1,7 @@
 """Installs a host's seams: each module is wrapped when it is imported, before anybody binds a name from it."""
 
 import contextlib
+import copy
 import importlib.metadata
 import logging
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import wrapt
@@ -16,6 +17,9 @@ import wrapt
 from miles_sc.hosts.seams import Fault, Host, HostSource, Seam
 
 logger = logging.getLogger(__name__)
+
+_FLAGS = ("--loss-type score_centering ", "--score-centering-", "--rollout-top-logprobs-num ")
+_TAKEOVER_FLAGS = ("--score-centering-provider ",)
 
 
 @dataclass
@@ -38,13 +42,15 @@ class Activation:
     installed: list[str] = field(default_factory=list)
     _undo: list[Callable[[], None]] = field(default_factory=list)
     _live: bool = True
+    _asked: bool = False
 
     def require(self) -> None:
-        """Nothing may train half-installed.
+        """Nothing may train half-installed. Once this was called, a module where a fault shows cannot be imported.
 
         Raises:
             ValueError: every seam at fault, the host's version and the remedy.
         """
+        self._asked = True
         if self.faults:
             listed = "\n".join(f"  {fault}" for fault in self.faults)
             raise ValueError(
@@ -58,10 +64,22 @@ class Activation:
         mine = [seam for seam in self.seams if seam.module == module.__name__ and (seam.wrap or seam.replace)]
         if not self._live or self.faults or any(seam.name in self.installed for seam in mine):
             return
-        self.faults += [Fault(seam, found) for seam in mine if (found := _taken(module, seam))]
-        for seam in mine if not self.faults else ():
+        self.faults += [Fault(seam, found) for seam in mine if (found := _find_fault(module, seam))]
+        if self.faults:
+            self.undo()
+            if self._asked:
+                self.require()
+            return
+        for seam in mine:
             self._undo.append(_apply(module, seam))
             self.installed.append(seam.name)
+
+    def refuse_flags(self, module: ModuleType) -> None:
+        """At the import of the host's command line: our flags, unknown to its parser where we could not enter, are explained."""
+        ours = _TAKEOVER_FLAGS if self.own_loss else _FLAGS
+        line = " ".join(sys.argv[1:]).replace("=", " ") + " "
+        if activation(self.host.package) is self and any(flag in line for flag in ours):
+            self.require()
 
     def undo(self) -> None:
         """Puts back what was wrapped here. Names that others have bound meanwhile stay wrapped."""
@@ -118,7 +136,7 @@ def enter(host: Host, directories: list[str]) -> Activation | None:
     _ACTIVATIONS[host.package] = active
     for module in dict.fromkeys([seam.module for seam in seams]):
         wrapt.register_post_import_hook(active.install, module)
-    wrapt.register_post_import_hook(partial(_refuse_flags, active), host.entry)
+    wrapt.register_post_import_hook(active.refuse_flags, host.entry)
     return active
 
 
@@ -128,38 +146,45 @@ def deactivate(package: str) -> None:
         active.undo()
 
 
-def _refuse_flags(active: Activation, module: ModuleType) -> None:
-    """On a host we could not enter, our flags would be unknown to the parser: says why before that does."""
-    asked = [word for word in sys.argv[1:] if word == "score_centering" or word.startswith("--score-centering")]
-    if asked and active.faults:
-        active.require()
-
-
-def _taken(module: ModuleType, seam: Seam) -> str | None:
-    """Whether somebody else has wrapped this already; two plugins in one place cannot know of each other."""
+def _find_fault(module: ModuleType, seam: Seam) -> str | None:
+    """What the source could not tell. Two plugins in one place cannot know of each other."""
     owner, name = _owner(module, seam)
-    value = owner.__dict__.get(name)
-    value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-    if seam.parameters is None or (isinstance(value, FunctionType) and _is_defined_in(value, module)):
+    if name not in getattr(owner, "__dict__", ()):
+        return "it is not there once its module has been imported"
+    value = owner.__dict__[name]
+    value = value.__func__ if type(value) in (staticmethod, classmethod) else value
+    author = _author(value)  # decorators of the host's own are no fault
+    if seam.parameters is None or author.split(".")[0] == module.__name__.split(".")[0]:
         return None
-    other = getattr(value, "__module__", None) or type(value).__module__
-    return f"{other} has wrapped or replaced it before us ({type(value).__name__}): uninstall one of the two"
+    return f"{author} has wrapped or replaced it before us ({type(value).__name__}): uninstall one of the two"
 
 
-def _is_defined_in(function: FunctionType, module: ModuleType) -> bool:
-    """Also through the decorators of the module itself, which keep what they wrap."""
-    while True:
-        if function.__code__.co_filename == module.__file__:
-            return True
-        inner = getattr(function, "__wrapped__", None)
-        # a decorator that names the module as its function's home was written there, in the host's source
-        if not isinstance(inner, FunctionType) or function.__globals__["__name__"].split(".")[0] != module.__name__.split(".")[0]:
-            return False
-        function = inner
+def _author(value: Any) -> str:
+    """The module whose source it is: ``__module__`` of a wrapper is that of what it wraps, and wrapt's pass for it altogether."""
+    written = getattr(value, "_self_wrapper", value)
+    return getattr(written, "__globals__", {}).get("__name__", type(value).__module__)
+
+
+class _BoundSeamWrapper(wrapt.BoundFunctionWrapper):
+    """A wrapped method, copied and pickled like one: by what it is bound to and its name."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return getattr(copy.deepcopy(self.__self__, memo), self.__name__)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self.__self__, self.__name__)
 
 
 class _SeamWrapper(wrapt.FunctionWrapper):
-    """Pickled as its name, like the function in whose place it is: Ray exports actors with the globals of their methods."""
+    """Copied and pickled as its name, like the function in whose place it is: Ray exports actors with their methods' globals."""
+
+    __bound_function_wrapper__ = _BoundSeamWrapper
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> str:
         return self.__qualname__
@@ -179,7 +204,7 @@ def _owner(module: ModuleType, seam: Seam) -> tuple[Any, str]:
     *path, name = seam.attribute.split(".")
     owner: Any = module
     for part in path:
-        owner = getattr(owner, part)
+        owner = getattr(owner, part, None)
     return owner, name
 
 

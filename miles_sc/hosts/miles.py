@@ -1,7 +1,11 @@
 """Miles: where the plugin enters it. Known: the public repository's commit 31f1ca96 of August 2026 (docs/hosts.md)."""
 
-from miles_sc.hosts import collection, engines, flags, loss, miles_session, sample, train_data
-from miles_sc.hosts.seams import Host, Seam
+from miles_sc.hosts.seams import Host, Seam, Wrappers
+
+collection, engines, flags, loss, miles_session, sample, train_data = (
+    Wrappers(f"miles_sc.hosts.{name}")
+    for name in ("collection", "engines", "flags", "loss", "miles_session", "sample", "train_data")
+)
 
 _ARGUMENTS = "miles.utils.arguments"
 _CONVERSION = "miles.ray.rollout.train_data_conversion"

@@ -4,10 +4,21 @@ import ast
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Wrappers:
+    """A module of wrappers that the first call of one imports: most processes of a host call none, and torch takes seconds."""
+
+    module: str
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *given: getattr(import_module(self.module), name)(*given)
 
 
 @dataclass(frozen=True)
@@ -111,9 +122,9 @@ class HostSource:
         return None
 
     def _path(self, module: str) -> Path | None:
-        relative = Path(*module.split(".")[1:])
         for directory in self.directories:
-            for path in (Path(directory) / relative.with_suffix(".py"), Path(directory) / relative / "__init__.py"):
+            place = Path(directory, *module.split(".")[1:])
+            for path in (place / "__init__.py", place.with_name(f"{place.name}.py")):
                 if path.is_file():
                     return path
         return None
@@ -126,8 +137,8 @@ class HostSource:
 @cache
 def _parse(path: Path) -> ast.Module | None:
     try:
-        return ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, UnicodeDecodeError):
+        return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
         return None  # whoever imports it will hear of it
 
 
@@ -144,17 +155,18 @@ def _definition(tree: ast.Module, attribute: str) -> ast.AST | None:
 
 def _statements(scope: ast.AST) -> Iterator[ast.AST]:
     """The statements of a body, those under its if, try and with included."""
-    for node in getattr(scope, "body", ()):
-        yield node
-        if isinstance(node, ast.If | ast.Try | ast.With):
-            yield from _statements(node)
+    for part in ("body", "handlers", "orelse", "finalbody"):
+        for node in getattr(scope, part, ()):
+            yield node
+            if isinstance(node, ast.If | ast.Try | ast.ExceptHandler | ast.With):
+                yield from _statements(node)
 
 
 def _bound(node: ast.AST) -> tuple[str, ...]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return (node.name,)
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return tuple(alias.asname or alias.name for alias in node.names)
+        return tuple(alias.asname or alias.name.split(".")[0] for alias in node.names)
     if isinstance(node, ast.Assign):
         return tuple(target.id for target in node.targets if isinstance(target, ast.Name))
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
