@@ -130,8 +130,9 @@ def enter(host: Host, directories: list[str]) -> Activation | None:
     source = HostSource(host.package, directories)
     if not source.has(host.landmark):
         return None
-    own = host.own_loss is not None and set(host.own_loss[1]) <= source.mentions(host.own_loss[0])
-    seams = host.takeover if own else host.seams
+    own = bool(host.own_loss) and host.own_loss in source.mentions(host.entry)
+    layouts = (host.takeover or ((),)) if own else (host.seams,)
+    seams = next((layout for layout in layouts if not source.check(layout)), layouts[0])
     active = Activation(host, _version(host.package, directories), source.check(seams), own, seams)
     _ACTIVATIONS[host.package] = active
     for module in dict.fromkeys([seam.module for seam in seams]):

@@ -59,8 +59,8 @@ class HostRows:
         for name, values in joined.items():
             if values.numel() != len(self._lists.rows):
                 raise ValueError(
-                    f"{name} has {values.numel()} entries on this rank and the micro-batch {len(self._lists.rows)} response rows: "
-                    "the host lays its tokens out in a way this plugin does not know"
+                    f"{name} has {values.numel()} entries on this rank and the micro-batch {len(self._lists.rows)} response "
+                    "rows: the host lays its tokens out in a way this plugin does not know"
                 )
         return joined if self._lists is self.slots else self._regathered(joined)
 

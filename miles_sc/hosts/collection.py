@@ -114,9 +114,7 @@ def asks_for_rows(config: ScoreCenteringConfig, request: Mapping[str, Any], *, o
 class PendingRows:
     """The rows of an answer, read and validated, that a sample gets once the host has appended the answer's tokens."""
 
-    def __init__(
-        self, run: argparse.Namespace, config: ScoreCenteringConfig, sample: Any, meta_info: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, run: argparse.Namespace, config: ScoreCenteringConfig, sample: Any, meta_info: Mapping[str, Any]) -> None:
         """
         Raises:
             ValueError: what :func:`~miles_sc.rollout.append_candidates` refuses; the sample is not touched.
@@ -137,8 +135,8 @@ class PendingRows:
         if sample.response_length != len(self._rows) or appended != self._generated.token_ids.tolist():
             raise ValueError(
                 f"sample {getattr(sample, 'index', None)}: the host has {sample.response_length} response tokens where the "
-                f"answers recorded {len(self._rows)}, or other ones: a generate function of your own must append exactly what the "
-                "engine returns"
+                f"answers recorded {len(self._rows)}, or other ones: a generate function of your own must append exactly what "
+                "the engine returns"
             )
         self._rows.put(sample)
         if self._rows.support is not None and added:
@@ -148,8 +146,6 @@ class PendingRows:
 
 def rows_of(run: argparse.Namespace, config: ScoreCenteringConfig, meta_info: Mapping[str, Any]) -> RecordedRows:
     """The rows of one answer alone."""
-    generated = read_generated_tokens(
-        meta_info, k=config.top_logprobs_num, mode=config.mode, vocab_size=producer_vocabulary(run)
-    )
+    generated = read_generated_tokens(meta_info, k=config.top_logprobs_num, mode=config.mode, vocab_size=producer_vocabulary(run))
     check_likeliest(generated)
     return RecordedRows(generated.candidates, generated.support)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def engine_environment(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
-    """Around the last thing that is added to the engines' environment: log-probs keep the temperature, whoever wants otherwise."""
+    """Around what is added last to the engines' environment: log-probs keep the temperature, whoever wants otherwise."""
     environment = wrapped(*args, **kwargs)
     if recording(bound(wrapped, args, kwargs)["args"]) is None:
         return environment
@@ -101,8 +101,8 @@ def check_nodes(package: str) -> None:
             broken.append(f"on node {node} the start-up hook of miles_sc is off (MILES_SC_HOSTS, or site-packages was not read)")
     if broken:
         raise ValueError(
-            f"{'; '.join(broken)}: workers there would train or sample without score centering. Install the same miles_sc on every "
-            "node, in the environment that Ray's workers use; nothing was started"
+            f"{'; '.join(broken)}: workers there would train or sample without score centering. Install the same miles_sc on "
+            "every node, in the environment that Ray's workers use; nothing was started"
         )
 
 

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from miles_sc.config import LOSS_TYPE, ScoreCenteringConfig
 from miles_sc.hosts.activation import activation
 from miles_sc.hosts.batch import HostGroups, HostRows, describe_row, loss_batch
-from miles_sc.hosts.run import PROVIDER, is_centered, is_observed
+from miles_sc.hosts.run import PROVIDER, bound, is_centered, is_observed
 from miles_sc.hosts.train_data import check_received
 from miles_sc.loss.batch import LossBatch, LossOutput, LossSettings
 from miles_sc.loss.finite_guard import FiniteGuard
@@ -49,17 +50,25 @@ STEP = Step()
 
 
 def dispatch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostLoss:
-    """Around ``get_loss_function(args)``."""
-    run = args[0] if args else kwargs["args"]
-    if is_centered(run) and getattr(run, PROVIDER, "miles_sc") == "miles_sc":
-        activation(wrapped.__module__.split(".")[0]).require()
-        return centered_loss
+    """Around ``get_loss_function(args)``; a later Miles gives it the name of another loss for single requests."""
+    call = bound(wrapped, args, kwargs)
+    run = call.pop("args")
+    if is_centered(run) and getattr(run, PROVIDER, "miles_sc") == "miles_sc" and not any(call.values()):
+        active = activation(wrapped.__module__.split(".")[0])
+        active.require()
+        ours = partial(centered_loss, groups=miles_groups)
+        return _checked_at_once(ours) if active.own_loss else ours
     function = wrapped(*args, **kwargs)
     return _observed(function) if is_observed(run) else function
 
 
 def centered_loss(
-    run: argparse.Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+    run: argparse.Namespace,
+    batch: dict[str, Any],
+    logits: Tensor,
+    sum_of_sample_mean: Callable[[Tensor], Tensor],
+    *,
+    groups: Callable[[], HostGroups],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The ``score_centering`` loss in a host's calling convention.
 
@@ -68,11 +77,12 @@ def centered_loss(
         batch: the host's micro-batch with the recorded candidates.
         logits: ``[1, S, V/TP]`` or ``[B, S, V/TP]`` of this context-parallel rank; float32 or bfloat16.
         sum_of_sample_mean: the host's reduction. It holds for one order of rows; ours has the same weights in all.
+        groups: where this process is in the host's layout.
 
     Returns:
         The micro-batch's summed loss, which the host scales, and the numbers that the host averages.
     """
-    rows, settings, given = _prepared(run, batch, logits)
+    rows, settings, given = _prepared(run, batch, logits, groups())
     first = not batch.get(_SEEN)
     batch[_SEEN] = True
     # a second pass repeats what the first has reported
@@ -86,24 +96,39 @@ def centered_loss(
     return output.loss, _for_the_host(output, given)
 
 
+def _checked_at_once(function: HostLoss) -> HostLoss:
+    """Where the plugin takes the loss alone over, it does not know when the optimizer steps: one host sync per micro-batch."""
+
+    def checked(run: argparse.Namespace, batch: dict[str, Any], logits: Tensor, reduce: Callable[[Tensor], Tensor]) -> Any:
+        result = function(run, batch, logits, reduce)
+        STEP.guard.raise_if_tripped()
+        return result
+
+    return checked
+
+
 def _observed(function: HostLoss) -> HostLoss:
     """Another loss with the diagnostics beside it; its value and gradient stay as they are."""
 
     def observed(run: argparse.Namespace, batch: dict[str, Any], logits: Tensor, reduce: Callable[[Tensor], Tensor]) -> Any:
-        if not batch.get(_SEEN):
-            batch[_SEEN] = True
-            rows, settings, given = _prepared(run, batch, logits.detach())
-            STEP.add(observe(given, _rows_of_logits(logits.detach(), rows), settings), given)
+        watch_drift(run, batch, logits, groups=miles_groups)
         return function(run, batch, logits, reduce)
 
     return observed
 
 
+def watch_drift(run: argparse.Namespace, batch: dict[str, Any], logits: Tensor, *, groups: Callable[[], HostGroups]) -> None:
+    """The diagnostics of one micro-batch; its logits get no gradient from it."""
+    if not batch.get(_SEEN):
+        batch[_SEEN] = True
+        rows, settings, given = _prepared(run, batch, logits.detach(), groups())
+        STEP.add(observe(given, _rows_of_logits(logits.detach(), rows), settings), given)
+
+
 def _prepared(
-    run: argparse.Namespace, batch: Mapping[str, Any], logits: Tensor
+    run: argparse.Namespace, batch: Mapping[str, Any], logits: Tensor, groups: HostGroups
 ) -> tuple[HostRows, LossSettings, LossBatch]:
     check_received(batch)
-    groups = host_groups()
     rows = HostRows(run, batch, logits, groups)
     return rows, loss_settings(run, groups), loss_batch(run, batch, rows, logits.device)
 
@@ -134,7 +159,7 @@ def loss_settings(run: argparse.Namespace, groups: HostGroups) -> LossSettings:
     )
 
 
-def host_groups() -> HostGroups:
+def miles_groups() -> HostGroups:
     """Miles's parallel state."""
     from miles.backends.training_utils.parallel import get_parallel_state
 

@@ -223,10 +223,35 @@ _LOSS = (
     ),
 )  # fmt: skip
 
+
+def _takeover(losses: str, metrics: str) -> tuple[Seam, ...]:
+    """A later Miles, which collects the candidates itself under the names of ours: its loss is exchanged, nothing else."""
+    return (
+        Seam(
+            _ARGUMENTS, "get_miles_extra_args_provider", "the flag is unknown", parameters=("add_custom_arguments",),
+            rests_on=("add_argument",), wrap=flags.add_provider_flag,
+        ),
+        Seam(
+            _ARGUMENTS, "miles_validate_args", "an illegal configuration starts", parameters=("args",),
+            wrap=flags.check_takeover,
+        ),
+        Seam(
+            f"{_TRAINING}.{losses}", "get_loss_function", "the loss is the host's", parameters=("args",),
+            rests_on=("loss_type", "score_centering"), wrap=loss.dispatch,
+        ),
+        Seam(
+            f"{_TRAINING}.{metrics}", "aggregate_train_losses", "worst cases are not logged", parameters=("losses_reduced",),
+            rests_on=("keys", "values"), wrap=loss.step_metrics,
+        ),
+        Seam(f"{_TRAINING}.parallel", "ParallelState", "the loss does not know its groups", rests_on=("tp", "cp", "intra_dp_cp")),
+    )  # fmt: skip
+
+
 HOST = Host(
     package="miles",
     landmark=_ARGUMENTS,
     entry=_ARGUMENTS,
     seams=(*_COMMAND_LINE, *_START, *_SAMPLE, *_GENERATION, *_SESSIONS, *_TRAIN_DATA, *_LOSS),
-    own_loss=(_ARGUMENTS, ("score_centering", "--score-centering-is")),
+    own_loss="score_centering",
+    takeover=(_takeover("loss.hub.losses", "metrics.log_utils"), _takeover("loss_hub.losses", "log_utils")),
 )

@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -71,16 +71,16 @@ class Host:
         landmark: a module that this package has and a stranger of the same name has not.
         entry: the module that reads the command line.
         seams: all of them; either every one is as it must be, or none is touched.
-        own_loss: names and strings that stand in a module where the host has a score centering of its own.
-        takeover: the seams used there, if the run asks for ours.
+        own_loss: a string that stands in ``entry`` where the host has a score centering of its own.
+        takeover: the seams used there, for each way that such a host may be laid out; the first that fits counts.
     """
 
     package: str
     landmark: str
     entry: str
     seams: tuple[Seam, ...]
-    own_loss: tuple[str, tuple[str, ...]] | None = None
-    takeover: tuple[Seam, ...] = field(default=())
+    own_loss: str = ""
+    takeover: tuple[tuple[Seam, ...], ...] = ()
 
 
 class HostSource:

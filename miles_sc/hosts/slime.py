@@ -159,5 +159,5 @@ HOST = Host(
     landmark=_ARGUMENTS,
     entry=_ARGUMENTS,
     seams=(*_COMMAND_LINE, *_START, *_GENERATION, *_TRAIN_DATA, *_LOSS),
-    own_loss=(_ARGUMENTS, ("score_centering", "--score-centering-is")),
+    own_loss="score_centering",
 )

@@ -12,7 +12,7 @@ from miles_sc.hosts import flags
 from miles_sc.hosts.collection import EVALUATING, PendingRows, configured
 from miles_sc.hosts.engines import examine_router
 from miles_sc.hosts.run import bound, is_asked_for, recording
-from miles_sc.hosts.train_data import KEYS, convert_samples
+from miles_sc.hosts.train_data import KEYS, recorded_columns
 from miles_sc.rollout.recorded_rows import RecordedRows
 from miles_sc.rollout.session.proxy import CANDIDATE_FIELDS
 
@@ -142,13 +142,8 @@ class RecordingManager:
             asyncio.run(examine_router(args, config))
 
     def _convert_samples_to_train_data(self, samples: list[Any]) -> dict[str, Any]:
-        convert = super()._convert_samples_to_train_data
-
-        def known(args: argparse.Namespace, samples: list[Any]) -> dict[str, Any]:
-            return convert(samples)
-
-        known.__module__ = "slime.ray.rollout"  # whose activation is asked
-        return convert_samples(known, self, (self.args, samples), {})
+        data = super()._convert_samples_to_train_data(samples)
+        return data | recorded_columns(self.args, samples, data, package="slime")
 
     def _split_train_data_by_dp(self, data: dict[str, Any]) -> list[Any]:
         token = _SPLITTING.set(data)

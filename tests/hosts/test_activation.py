@@ -229,8 +229,9 @@ def test_a_package_that_is_not_there_is_ignored(monkeypatch):
 
 def own(host) -> dict:
     """What a host is known by that has the loss itself, and the seams that a takeover needs."""
+    gone = (host.seam("losses.gone", wrap=doubled),)  # another layout than this host's
     takeover = (host.seam("losses.policy_loss", parameters=("x",), wrap=doubled),)
-    return {"own_loss": (f"{host.package}.losses", ("policy_loss", "loss_type")), "takeover": takeover}
+    return {"own_loss": "sft_loss", "takeover": (gone, takeover)}
 
 
 def test_a_host_with_the_loss_itself_has_the_seams_of_a_takeover_only(host):
@@ -240,8 +241,8 @@ def test_a_host_with_the_loss_itself_has_the_seams_of_a_takeover_only(host):
     assert is_plain(losses.get_loss_function) and losses.policy_loss(3) == 12
 
 
-def test_a_host_that_mentions_only_part_of_it_has_not_the_loss_itself(host):
-    known = {**own(host), "own_loss": (f"{host.package}.losses", ("policy_loss", "--score-centering-is"))}
+def test_a_host_that_does_not_mention_it_has_not_the_loss_itself(host):
+    known = {**own(host), "own_loss": "a_loss_of_nobody"}
     active = host.enter(host.seam("losses.get_loss_function", wrap=doubled, **PARAMETERS), **known)
     assert not active.own_loss and active.seams == active.host.seams
 
@@ -252,7 +253,7 @@ def test_a_host_that_mentions_only_part_of_it_has_not_the_loss_itself(host):
 )
 def test_flags_of_a_hosts_own_loss_are_refused_only_for_a_takeover(host, monkeypatch, words, refused):
     monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
-    host.enter(**{**own(host), "takeover": (host.seam("losses.gone", wrap=doubled),)})
+    host.enter(**{**own(host), "takeover": ((host.seam("losses.gone", wrap=doubled),),)})
     if refused:
         with pytest.raises(ValueError, match="losses.gone"):
             host.load("arguments")

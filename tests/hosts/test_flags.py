@@ -255,7 +255,7 @@ def takeover(host, monkeypatch):
         host.seam("arguments.get_extra_args_provider", wrap=flags.add_provider_flag),
         host.seam("arguments.validate_args", wrap=flags.check_takeover),
     )
-    host.enter(own_loss=(f"{host.package}.arguments", ("score_centering",)), takeover=seams)
+    host.enter(own_loss="score_centering", takeover=(seams,))
 
     def takeover(*words: str) -> argparse.Namespace:
         monkeypatch.setattr(sys, "argv", ["train.py", *words])

@@ -132,7 +132,8 @@ def test_tools_answers_are_gaps(run, monkeypatch):
 
 
 def test_turns_are_merged(run):
-    from miles.rollout.generate_hub.single_turn import GenerateFnInput, generate as single_turn
+    from miles.rollout.generate_hub.single_turn import GenerateFnInput
+    from miles.rollout.generate_hub.single_turn import generate as single_turn
     from miles.rollout.generate_utils.sample_utils import merge_samples
     from miles.rollout.inference_rollout.inference_rollout_common import GenerateState
     from miles.utils.types import Sample
@@ -261,4 +262,3 @@ def conversation(run, **how):
         if len(miles_rollout.TOLD) == 2 and all(reply.status_code == 200 for reply in miles_rollout.TOLD):
             if all(0 in sample.loss_mask for sample in samples):
                 return samples
-

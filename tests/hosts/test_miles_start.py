@@ -22,7 +22,6 @@ def test_every_seam_is_there_and_installed():
     import miles.ray.placement_group
     import miles.rollout.generate_hub.agentic_tool_call
     import miles.rollout.generate_hub.multi_turn
-    import miles.rollout.sglang_rollout
     import miles.rollout.session.server
     import miles.rollout.session.v2.core  # noqa: F401
 

@@ -8,7 +8,7 @@ import torch
 from miles_sc.hosts.train_data import KEYS
 from miles_sc.rollout.response import append_candidates
 from tests.hosts.miles_host import needs_miles, on_the_cpu, run_of
-from tests.samples import K, PROMPT, answer, support_answer
+from tests.samples import PROMPT, K, answer, support_answer
 
 pytestmark = needs_miles
 
@@ -82,13 +82,15 @@ def test_rows_reach_every_shard_and_batch(store, monkeypatch, support, split):
         received, _ = get_rollout_data(run, reference if delayed else list(reference))
         received["advantages"] = [torch.full((n,), 1.0) for n in received["response_lengths"]]
         logged = {}
-        monkeypatch.setattr(log_utils, "gather_log_data", lambda *a: logged.update(a[3]))
+        monkeypatch.setattr(log_utils, "gather_log_data", lambda *a, logged=logged: logged.update(a[3]))
         log_utils.log_rollout_data(0, run, received)
         assert "rewards" in logged and not set(KEYS) & set(logged)
         iterator = DataIterator(received, micro_batch_size=2)
         for _ in range(len(received["tokens"]) // 2):
             batch = get_batch(
-                iterator, ["tokens", "multimodal_train_inputs", "total_lengths", "response_lengths", "loss_masks", "advantages"], 4
+                iterator,
+                ["tokens", "multimodal_train_inputs", "total_lengths", "response_lengths", "loss_masks", "advantages"],
+                4,
             )
             for place, index in enumerate(batch["sample_indices"]):
                 seen.append(index)

@@ -163,4 +163,3 @@ def test_a_broken_token_stops_the_step_before_the_optimizer(tmp_path):
     assert not any(result["moved"] for result in results if result["error"])
     told = [result["error"] for result in results if result["error"]]
     assert told and all("advantages" in error and "sample" in error and "Nothing was updated" in error for error in told)
-

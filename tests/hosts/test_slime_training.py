@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.distributed.launch import launch
+from tests.hosts.inner_ring import PAD_MULTIPLIER, PADDED, RESPONSE, TOTAL, VOCAB, inner_ring, logits_of, rollout_data
 from tests.hosts.slime_host import needs_slime, on_the_cpu, run_of
-from tests.hosts.test_miles_loss import PAD_MULTIPLIER, PADDED, RESPONSE, TOTAL, VOCAB, inner_ring, logits_of, rollout_data
 from tests.samples import answer
 
 pytestmark = needs_slime
