@@ -25,7 +25,9 @@ _MODES = ("selected", "support")
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``miles-sc doctor``; the sampler's have the names that they have in training."""
     add = parser.add_argument
-    add("--endpoint", required=True, metavar="URL", help="a server or a router, as training would ask it")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--endpoint", metavar="URL", help="a server or a router, as training would ask it")
+    what.add_argument("--host", choices=("miles", "slime"), help="whether the plugin enters this host, here and in Ray's workers")
     add("--engine", metavar="URL", help="the server behind it (default: those that a router lists)")
     add("--route", choices=("native", "chat", "both"), default="both", help="/generate, chat completions (default: %(default)s)")
     add(
@@ -58,6 +60,10 @@ def doctor(args: argparse.Namespace) -> int:
     Raises:
         EngineError: nothing answers at the endpoint.
     """
+    if args.host is not None:
+        from miles_sc.hosts.report import print_host
+
+        return print_host(args.host, Console())
     try:
         wanted = _examination(args)
     except ValueError as error:

@@ -109,7 +109,7 @@ def test_help_of_the_other_commands(capsys, command):
         (["train"], "required: --hf-checkpoint"),
         (["train", "--frobnicate"], "required"),
         (["report"], "required: directory"),
-        (["doctor"], "required: --endpoint"),
+        (["doctor"], "one of the arguments --endpoint --host is required"),
         (["serve-session"], "required: --engine-url"),
     ],
 )

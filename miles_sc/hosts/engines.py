@@ -106,13 +106,18 @@ def check_nodes(package: str) -> None:
         )
 
 
-def ask_nodes(package: str) -> dict[str, dict[str, Any]]:
-    """What a Ray worker says of itself, by ``host name (address)``; Ray must be connected."""
+def ask_nodes(package: str, *, enter: bool = False) -> dict[str, dict[str, Any]]:
+    """What a Ray worker says of itself, by ``host name (address)``; Ray must be connected.
+
+    Args:
+        enter: import the host there, and say whether the plugin has entered it.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     # Nested, so that it is carried by value: a node without the package could not import it from here.
-    def describe(package: str) -> dict[str, Any]:
+    def describe(package: str, enter: bool) -> dict[str, Any]:
+        import importlib
         import importlib.metadata
         import sys
 
@@ -122,6 +127,11 @@ def ask_nodes(package: str) -> dict[str, dict[str, Any]]:
             version = None
         startup = sys.modules.get("miles_sc.hosts.startup")
         told = {"version": version, "python": sys.executable, "watching": startup is not None and startup.is_watching()}
+        if enter:
+            try:
+                importlib.import_module(package)
+            except ImportError as error:
+                return told | {"entered": False, "error": str(error)}
         activation = sys.modules.get("miles_sc.hosts.activation")
         active = activation and activation.activation(package)
         return told | {"entered": bool(active and not active.faults)}
@@ -131,7 +141,7 @@ def ask_nodes(package: str) -> dict[str, dict[str, Any]]:
         f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})": node["NodeID"] for node in ray.nodes() if node["Alive"]
     }
     asked = [
-        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(package)
+        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(package, enter)
         for node_id in nodes.values()
     ]
     return dict(zip(nodes, ray.get(asked, timeout=300), strict=True))

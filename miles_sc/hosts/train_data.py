@@ -121,8 +121,8 @@ def check_received(data: Mapping[str, Any]) -> None:
         missing = [key for key in ("rollout_topk_log_probs", "rollout_log_probs") if data.get(key) is None]
         raise ValueError(
             f"rollout data came to {socket.gethostname()} without {', '.join(missing)}: the process that converted it ran "
-            "without miles_sc. Install it on every node, in the environment of Ray's workers (`miles-sc doctor --host NAME` shows "
-            "each); or the data was dumped by a run that recorded no candidates. Nothing was trained"
+            "without miles_sc. Install it on every node, in the environment of Ray's workers (`miles-sc doctor --host NAME` "
+            "shows each); or the data was dumped by a run that recorded no candidates. Nothing was trained"
         )
 
 

@@ -162,9 +162,7 @@ def context_map(
     return ContextMap(samples, positions, total, response)
 
 
-def _packed_slots(
-    total: np.ndarray, layout: ContextLayout, rank: int, padded_length: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _packed_slots(total: np.ndarray, layout: ContextLayout, rank: int, padded_length: int) -> tuple[np.ndarray, np.ndarray]:
     if not layout.allgather:
         parts = [layout.positions(layout.padded(length), rank) for length in total]
         samples = np.repeat(np.arange(len(total)), [len(part) for part in parts])
