@@ -43,7 +43,7 @@ class Step:
     def take_metrics(self, group: dist.ProcessGroup | None) -> dict[str, float]:
         """Over all ranks of the group, then forgotten; nothing where no micro-batch was seen."""
         metrics, self.metrics = self.metrics, None
-        return {} if metrics is None else metrics.reduce(group)
+        return {} if metrics is None else metrics.reduce(group, normalize=True)
 
 
 STEP = Step()

@@ -30,11 +30,11 @@ class StepMetrics:
             # inactive rows have weight 0, and may hold NaN
             self._rows.setdefault(name, []).append(torch.where(batch.active, values, 0.0))
 
-    def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+    def reduce(self, group: dist.ProcessGroup | None = None, *, normalize: bool = False) -> dict[str, float]:
         """Means in proportion to the loss's own weights, and worst cases, over all ranks of ``group`` (None: this rank alone).
 
         ``sc_tail_ratio`` is taken over the tokens whose tail can be read. ``_p99`` is the worst rank's.
-        Called once a step, it waits for the device.
+        Called once a step, it waits for the device. ``normalize``: the weights of a step do not sum to 1, as in a host.
         """
         weights = torch.cat(self._weights).double()
         rows = {name: torch.cat(values).double() for name, values in self._rows.items()}
@@ -50,7 +50,8 @@ class StepMetrics:
         _all_reduce(sums, dist.ReduceOp.SUM, group)
         _all_reduce(extremes, dist.ReduceOp.MAX, group)
         values = dict(zip([*sums, *extremes], torch.stack([*sums.values(), *extremes.values()]).tolist(), strict=True))
-        total = values.pop("_weight") or 1.0  # without a trained token every sum is 0
+        total = values.pop("_weight")
+        total = (total or 1.0) if normalize else 1.0  # without a trained token every sum is 0
         return _finish({name: value / total if name in (*rows, "_readable") else value for name, value in values.items()})
 
 
