@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import importlib.metadata
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,8 +14,6 @@ from typing import Any
 import wrapt
 
 from miles_sc.hosts.seams import Fault, Host, HostSource, Seam
-
-logger = logging.getLogger(__name__)
 
 _FLAGS = ("--loss-type score_centering ", "--score-centering-", "--rollout-top-logprobs-num ")
 _TAKEOVER_FLAGS = ("--score-centering-provider ",)

@@ -88,11 +88,10 @@ def loss_batch(run: argparse.Namespace, batch: Mapping[str, Any], rows: HostRows
     names = ("advantages", "rollout_log_probs", *(("ref_log_probs",) if run.use_kl_loss else ()))
     scalars = rows.of_lists({name: batch[name] for name in names})
     masks = [mask[_on(rows.of_sample(i), mask)] for i, mask in enumerate(batch["loss_masks"])]
-    active = torch.cat(masks).to(device).bool() if masks else torch.zeros(0, dtype=torch.bool, device=device)
     return LossBatch(
-        selected_ids=_selected_ids(batch, rows).to(device),
+        selected_ids=_selected_ids(batch, rows, device),
         weights=_weights(run, batch, masks, device),
-        active=active,
+        active=torch.cat(masks).to(device).bool(),
         advantages=scalars["advantages"].to(device),
         rollout_log_probs=scalars["rollout_log_probs"].to(device),
         candidate_log_probs=_join(
@@ -111,18 +110,17 @@ def _weights(run: argparse.Namespace, batch: Mapping[str, Any], masks: Sequence[
     if sums is None:
         sums = [mask.sum() for mask in batch["loss_masks"]]
     denominators = torch.stack([torch.as_tensor(value) for value in sums]).to(device, torch.float32).clamp_min(1)
-    return (1 / denominators).repeat_interleave(torch.tensor(counts, device=device))
+    # without its size this would wait for the device
+    return (1 / denominators).repeat_interleave(torch.tensor(counts, device=device), output_size=sum(counts))
 
 
-def _selected_ids(batch: Mapping[str, Any], rows: HostRows) -> Tensor:
-    """int64 ``[T, 1+K]``, gathered on the CPU: only the rows of this rank travel."""
-    parts = []
-    for place, length in enumerate(rows.lengths):
-        mine = rows.of_sample(place)
-        tokens = batch["unconcat_tokens"][place]
-        sampled = tokens[len(tokens) - length :][_on(mine, tokens)].cpu().numpy()
-        parts.append(np.concatenate([sampled[:, None], recorded_ids(batch, place, mine)], axis=1, dtype=np.int64))
-    return _join(parts)
+def _selected_ids(batch: Mapping[str, Any], rows: HostRows, device: torch.device) -> Tensor:
+    """int64 ``[T, 1+K]``; candidates are gathered on the CPU, so that only this rank's rows travel, as int32."""
+    mine = [rows.of_sample(place) for place in range(len(rows.lengths))]
+    responses = [tokens[len(tokens) - n :] for tokens, n in zip(batch["unconcat_tokens"], rows.lengths, strict=True)]
+    sampled = torch.cat([tokens[_on(part, tokens)] for tokens, part in zip(responses, mine, strict=True)])
+    candidates = _join([recorded_ids(batch, place, part) for place, part in enumerate(mine)])
+    return torch.cat([sampled[:, None].to(device), candidates.to(device)], dim=1)
 
 
 def _join(parts: Sequence[np.ndarray]) -> Tensor:

@@ -7,8 +7,8 @@ from typing import Any
 
 from miles_sc.config import ScoreCenteringConfig
 from miles_sc.hosts.run import bound, producer_vocabulary, recording
-from miles_sc.rollout.answer import check_likeliest, meta_info_of, read_generated_tokens
-from miles_sc.rollout.recorded_rows import RecordedRows, extended_rows
+from miles_sc.rollout.answer import GeneratedTokens, check_likeliest, meta_info_of, read_generated_tokens
+from miles_sc.rollout.recorded_rows import extended_rows
 from miles_sc.rollout.request import configure_request
 
 # Hosts tell their generate functions whether they evaluate, and those do not tell the functions that ask the engine.
@@ -80,11 +80,10 @@ async def whole_generate(wrapped: Any, instance: Any, args: tuple[Any, ...], kwa
 
 async def generate_post(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around ``post(url, payload, ...)`` where that function sees it."""
-    call = _CALL.get()
-    url, payload, *rest = args
-    if call is None or not url.endswith("/generate"):
+    call, asked = _CALL.get(), bound(wrapped, args, kwargs)
+    if call is None or not asked["url"].endswith("/generate"):
         return await wrapped(*args, **kwargs)
-    output = await wrapped(url, configured(call.run, call.config, payload), *rest, **kwargs)
+    output = await wrapped(**{**asked, "payload": configured(call.run, call.config, asked["payload"])})
     call.rows = PendingRows(call.run, call.config, call.sample, meta_info_of(output))
     return output
 
@@ -111,6 +110,14 @@ def asks_for_rows(config: ScoreCenteringConfig, request: Mapping[str, Any], *, o
     return request.get("top_logprobs" if openai else "top_logprobs_num") == config.top_logprobs_num
 
 
+def read_engine(run: argparse.Namespace, config: ScoreCenteringConfig, meta_info: Mapping[str, Any]) -> GeneratedTokens:
+    """What an engine of the run generated in one call, validated as an engine's own."""
+    vocab_size = producer_vocabulary(run)
+    generated = read_generated_tokens(meta_info, k=config.top_logprobs_num, mode=config.mode, vocab_size=vocab_size)
+    check_likeliest(generated)
+    return generated
+
+
 class PendingRows:
     """The rows of an answer, read and validated, that a sample gets once the host has appended the answer's tokens."""
 
@@ -119,10 +126,7 @@ class PendingRows:
         Raises:
             ValueError: what :func:`~miles_sc.rollout.append_candidates` refuses; the sample is not touched.
         """
-        self._generated = read_generated_tokens(
-            meta_info, k=config.top_logprobs_num, mode=config.mode, vocab_size=producer_vocabulary(run)
-        )
-        check_likeliest(self._generated)
+        self._generated = read_engine(run, config, meta_info)
         self._rows = extended_rows(sample, self._generated)
 
     def put(self, sample: Any) -> None:
@@ -142,10 +146,3 @@ class PendingRows:
         if self._rows.support is not None and added:
             # the host has taken the log-probs of the whole vocabulary; the token was drawn from its support
             sample.rollout_log_probs = [*sample.rollout_log_probs[:-added], *self._generated.log_probs.tolist()]
-
-
-def rows_of(run: argparse.Namespace, config: ScoreCenteringConfig, meta_info: Mapping[str, Any]) -> RecordedRows:
-    """The rows of one answer alone."""
-    generated = read_generated_tokens(meta_info, k=config.top_logprobs_num, mode=config.mode, vocab_size=producer_vocabulary(run))
-    check_likeliest(generated)
-    return RecordedRows(generated.candidates, generated.support)

@@ -9,16 +9,9 @@ from typing import Any
 from miles_sc.arguments import add_score_centering_arguments, validate_score_centering_arguments
 from miles_sc.config import LOSS_TYPE, ScoreCenteringConfig
 from miles_sc.hosts.activation import activation
-from miles_sc.hosts.run import PROVIDER, is_asked_for, is_centered, is_observed, producer_vocabulary
+from miles_sc.hosts.run import PROVIDER, bound, is_asked_for, is_centered, is_observed, producer_vocabulary
 
 logger = logging.getLogger(__name__)
-
-_UNUSED_DEFAULTS = {
-    "score_centering_is": "none",
-    "score_centering_tis_clip": 2.0,
-    "score_centering_mis_low": 0.5,
-    "score_centering_mis_high": 5.0,
-}
 
 
 def add_flags(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -70,7 +63,7 @@ def _one_more_choice(parser: argparse.ArgumentParser, flag: str, choice: str) ->
 def validate(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Behind the host's own validation, which is where a configuration file overrides the command line."""
     result = wrapped(*args, **kwargs)
-    check_run(args[0] if args else kwargs["args"], package=wrapped.__module__.split(".")[0])
+    check_run(bound(wrapped, args, kwargs)["args"], package=wrapped.__module__.split(".")[0])
     return result
 
 
@@ -96,10 +89,13 @@ def check_run(run: argparse.Namespace, *, package: str) -> None:
 def check_takeover(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """On a host with a score centering of its own: whose trains is said, and ours only where it is asked for."""
     result = wrapped(*args, **kwargs)
-    run = args[0] if args else kwargs["args"]
+    run = bound(wrapped, args, kwargs)["args"]
     if not is_centered(run):
         return result
-    if getattr(run, PROVIDER, "host") == "host":
+    provider = getattr(run, PROVIDER, "host")
+    if provider not in ("host", "miles_sc"):  # a configuration file passes by argparse
+        raise ValueError(f"--score-centering-provider {provider}: choose host or miles_sc")
+    if provider == "host":
         logger.info(
             "this host has a score_centering loss of its own, which trains; --score-centering-provider miles_sc takes it over"
         )
@@ -111,8 +107,10 @@ def check_takeover(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, 
 
 
 def _refuse_idle_flags(run: argparse.Namespace) -> None:
-    for name, default in _UNUSED_DEFAULTS.items():
-        if getattr(run, name, default) != default:
+    ours = argparse.ArgumentParser()
+    add_score_centering_arguments(ours)
+    for name, default in vars(ours.parse_args([])).items():
+        if name.startswith("score_centering_") and getattr(run, name, default) != default:
             flag = "--" + name.replace("_", "-")
             raise ValueError(
                 f"{flag} {getattr(run, name)} with --loss-type {getattr(run, 'loss_type', None)}: nothing would read it; "

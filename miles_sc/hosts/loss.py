@@ -53,8 +53,9 @@ def dispatch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[st
     """Around ``get_loss_function(args)``; a later Miles gives it the name of another loss for single requests."""
     call = bound(wrapped, args, kwargs)
     run = call.pop("args")
-    if is_centered(run) and getattr(run, PROVIDER, "miles_sc") == "miles_sc" and not any(call.values()):
-        active = activation(wrapped.__module__.split(".")[0])
+    active = activation(wrapped.__module__.split(".")[0])
+    provider = getattr(run, PROVIDER, "host" if active.own_loss else "miles_sc")
+    if is_centered(run) and provider == "miles_sc" and not any(call.values()):
         active.require()
         ours = partial(centered_loss, groups=miles_groups)
         return _checked_at_once(ours) if active.own_loss else ours

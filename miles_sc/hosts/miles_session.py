@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from miles_sc.hosts.collection import EVALUATING, asks_for_rows, configured, rows_of
+from miles_sc.hosts.collection import EVALUATING, asks_for_rows, configured, read_engine
 from miles_sc.hosts.run import bound, recording
 from miles_sc.rollout.recorded_rows import FIELDS, RecordedRows
 from miles_sc.rollout.session.proxy import CANDIDATE_FIELDS
@@ -27,10 +27,10 @@ _ALTERNATIVES: ContextVar[int | None] = ContextVar("miles_sc_alternatives", defa
 
 async def opening_post(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around ``post(url, payload, ...)`` where the client of the session server sees it."""
-    url, payload, *rest = args
-    if EVALUATING.get() and url.endswith("/sessions"):
-        payload = {**payload, "evaluation": True}
-    return await wrapped(url, payload, *rest, **kwargs)
+    call = bound(wrapped, args, kwargs)
+    if EVALUATING.get() and call["url"].endswith("/sessions"):
+        return await wrapped(**{**call, "payload": {**call["payload"], "evaluation": True}})
+    return await wrapped(*args, **kwargs)
 
 
 def session_routes(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -144,15 +144,13 @@ def sample_of_record(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs:
     config = recording(call["args"])
     if config is None or not asks_for_rows(config, call["record"].request, openai=True):
         return sample
-    meta_info = call["record"].response["choices"][0]["meta_info"]
-    rows = rows_of(call["args"], config, meta_info)
-    trimmed = rows.trim(call["trim_count"])
-    if len(trimmed) != sample.response_length:
-        raise ValueError(f"a turn of {sample.response_length} tokens has {len(trimmed)} recorded rows: every token needs one")
-    trimmed.put(sample)
-    if trimmed.support is not None:
-        held = trimmed.candidates.holding(np.asarray(sample.tokens[len(sample.tokens) - len(trimmed) :]))
-        sample.rollout_log_probs = trimmed.candidates.log_probs[held].astype(np.float64).tolist()
+    generated = read_engine(call["args"], config, call["record"].response["choices"][0]["meta_info"])
+    rows = RecordedRows(generated.candidates, generated.support).trim(call["trim_count"])
+    if len(rows) != sample.response_length:
+        raise ValueError(f"a turn of {sample.response_length} tokens has {len(rows)} recorded rows: every token needs one")
+    rows.put(sample)
+    if rows.support is not None:
+        sample.rollout_log_probs = generated.log_probs[: len(rows)].tolist()
     return sample
 
 

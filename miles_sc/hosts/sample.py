@@ -1,6 +1,8 @@
 """A host's Sample: the recorded rows go through its life with it."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from miles_sc.hosts.run import bound
@@ -58,9 +60,13 @@ def reset_for_retry(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: 
 
 def tool_responses(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around the function that appends a tool's answer to a sample: nobody sampled it, so its rows are gaps."""
-    sample = bound(wrapped, args, kwargs)["sample"]
+    return append_observation(bound(wrapped, args, kwargs)["sample"], partial(wrapped, *args, **kwargs))
+
+
+def append_observation(sample: Any, append: Callable[[], Any]) -> Any:
+    """Lets a host append tokens that nobody sampled, and gives them their gap rows."""
     rows, before = RecordedRows.of(sample), len(sample.tokens)
-    result = wrapped(*args, **kwargs)
+    result = append()
     if rows is not None:
         rows.append_observation(sample.tokens[before:]).put(sample)
     return result

@@ -5,6 +5,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from miles_sc.arguments import ORIGINAL_LOGPROB_VARIABLE
@@ -12,8 +13,8 @@ from miles_sc.hosts import flags
 from miles_sc.hosts.collection import EVALUATING, PendingRows, configured
 from miles_sc.hosts.engines import examine_router
 from miles_sc.hosts.run import bound, is_asked_for, recording
+from miles_sc.hosts.sample import append_observation
 from miles_sc.hosts.train_data import KEYS, recorded_columns
-from miles_sc.rollout.recorded_rows import RecordedRows
 from miles_sc.rollout.session.proxy import CANDIDATE_FIELDS
 
 STREAMING = "slime.rollout.sglang_streaming_rollout.generate_streaming"
@@ -102,7 +103,7 @@ def append_response_tokens(wrapped: Any, instance: Any, args: tuple[Any, ...], k
         ValueError: the answer's candidates are missing or broken; the sample is not touched.
     """
     if not kwargs.get("trainable", True):
-        return _append_observation(wrapped, instance, args, kwargs)
+        return append_observation(instance, partial(wrapped, *args, **kwargs))
     run = args[0] if args else kwargs.get("args")
     meta_info = kwargs.get("meta_info") or {}
     if not len(kwargs.get("tokens") or ()) or not _brings_rows(run, meta_info):
@@ -118,15 +119,6 @@ def _brings_rows(run: argparse.Namespace | None, meta_info: Mapping[str, Any]) -
     if run is None or recording(run) is None or EVALUATING.get():
         return False
     return _GENERATING.get() is not None or any(name.startswith(CANDIDATE_FIELDS) for name in meta_info)
-
-
-def _append_observation(wrapped: Any, sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Nobody sampled these tokens: their rows are gaps."""
-    rows, before = RecordedRows.of(sample), len(sample.tokens)
-    result = wrapped(*args, **kwargs)
-    if rows is not None:
-        rows.append_observation(sample.tokens[before:]).put(sample)
-    return result
 
 
 # --- the manager: engines up, samples converted, train data split

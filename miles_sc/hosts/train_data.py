@@ -128,8 +128,9 @@ def check_received(data: Mapping[str, Any]) -> None:
 
 def batch_keys(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Around ``get_batch(data_iterator, keys, ...)``: a training batch brings our keys too."""
-    iterator, keys, *rest = args
-    if "advantages" in keys and "rollout_topk_log_probs" in iterator.rollout_data:
-        recorded = [key for key in KEYS if key in iterator.rollout_data]
-        keys = [*keys, *dict.fromkeys(key for key in (*recorded, "sample_indices") if key not in keys)]
-    return wrapped(iterator, keys, *rest, **kwargs)
+    call = bound(wrapped, args, kwargs)
+    keys, held = call["keys"], call["data_iterator"].rollout_data
+    if "advantages" not in keys or "rollout_topk_log_probs" not in held:
+        return wrapped(*args, **kwargs)
+    recorded = [key for key in KEYS if key in held]
+    return wrapped(**{**call, "keys": [*keys, *(key for key in (*recorded, "sample_indices") if key not in keys)]})

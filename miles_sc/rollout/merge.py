@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from miles_sc.candidates import Candidates
+from miles_sc.rollout.recorded_rows import RecordedRows
 from miles_sc.rollout.sample import Sample
 from miles_sc.sampling_support import SamplingSupport
 
@@ -67,9 +68,7 @@ def join_responses(prompt: Sequence[int], pieces: Sequence[Sample]) -> Sample:
         if getattr(pieces[0], name) is not None:
             setattr(sample, name, [value for piece in pieces for value in getattr(piece, name)])
     if pieces[0].candidates is not None:
-        sample.candidates = Candidates.concatenate([piece.candidates for piece in pieces])
-    if pieces[0].rollout_sampling_mask is not None:
-        sample.rollout_sampling_mask = SamplingSupport.concatenate([piece.rollout_sampling_mask for piece in pieces])
+        RecordedRows.concatenate([RecordedRows.of(piece) for piece in pieces]).put(sample)
     return sample
 
 

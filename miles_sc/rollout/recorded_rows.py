@@ -48,10 +48,10 @@ class RecordedRows:
 
     def append_observation(self, token_ids: Sequence[int]) -> "RecordedRows":
         """With gap rows for tokens that nobody sampled; their support is the token itself."""
-        gap = RecordedRows(Candidates.gap(len(token_ids), self.candidates.k))
-        if self.support is not None:
-            gap = RecordedRows(gap.candidates, SamplingSupport.singletons(token_ids))
-        return RecordedRows.concatenate([self, gap])
+        support = self.support
+        if support is not None:
+            support = SamplingSupport.concatenate([support, SamplingSupport.singletons(token_ids)])
+        return RecordedRows(self.candidates.append_gap(len(token_ids)), support)
 
     def trim(self, rows: int) -> "RecordedRows":
         """Without the last ``rows`` rows; views, no copy."""

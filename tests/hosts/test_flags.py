@@ -284,3 +284,14 @@ def test_the_contract_is_ours_where_ours_trains(takeover):
     assert takeover(*line).score_centering_provider == "host"
     with pytest.raises(ValueError, match="--rollout-top-k 0"):
         takeover(*line, "--score-centering-provider", "miles_sc")
+
+
+def test_a_provider_that_is_neither_is_refused():
+    """Argparse would; a configuration file is read behind it."""
+    run = argparse.Namespace(loss_type="score_centering", score_centering_provider="mine")
+
+    def validate(args: argparse.Namespace) -> None:
+        pass
+
+    with pytest.raises(ValueError, match="--score-centering-provider mine: choose host or miles_sc"):
+        flags.check_takeover(validate, None, (run,), {})

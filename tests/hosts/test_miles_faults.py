@@ -160,3 +160,14 @@ def test_samples_without_rows_travel_as_ever():
         for switch in ("on", "off")
     ]  # fmt: skip
     assert told[0] == told[1] and len(told[0].split()) == 2
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["native", "legacy"])
+def test_a_host_may_call_by_keyword(engine, legacy, monkeypatch):
+    """What we stand in for is called as Miles's next commit likes; here ``post``, by name alone."""
+    from miles.rollout import sglang_rollout
+
+    run = rollout_run(str(engine.model), engine.url, *RECIPE)
+    post = sglang_rollout.post
+    monkeypatch.setattr(sglang_rollout, "post", lambda url, payload, **more: post(payload=payload, url=url, **more))
+    assert RecordedRows.of(in_miles(run, lambda: generate(run, fresh_sample(), legacy=legacy))) is not None
