@@ -1,5 +1,6 @@
 """Miles's own start: its command line, its engines' environment, its nodes, its seams."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -17,13 +18,12 @@ pytestmark = needs_miles
 
 def test_every_seam_is_there_and_installed():
     """At the reference commit; what needs Miles's fork of Megatron is checked from its source."""
-    import miles.backends.fsdp_utils.actor
-    import miles.backends.training_utils.loss
-    import miles.ray.placement_group
-    import miles.rollout.generate_hub.agentic_tool_call
-    import miles.rollout.generate_hub.multi_turn
-    import miles.rollout.session.server
-    import miles.rollout.session.v2.core  # noqa: F401
+    for module in (
+        "backends.fsdp_utils.actor", "backends.training_utils.loss", "ray.placement_group",
+        "rollout.generate_hub.agentic_tool_call", "rollout.generate_hub.multi_turn", "rollout.sglang_rollout",
+        "rollout.session.server", "rollout.session.v2.core",
+    ):  # fmt: skip
+        importlib.import_module(f"miles.{module}")
 
     active = activation("miles")
     active.require()
