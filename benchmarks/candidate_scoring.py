@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 
@@ -40,6 +41,25 @@ def ours_in_place(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return selected_log_probs(logits, ids, inplace_backward=True)
 
 
+def responses(rows: int) -> np.ndarray:
+    """Where the responses lie in a packed micro-batch: prompts of 16 tokens, responses of 48."""
+    return np.flatnonzero(np.arange(rows) % 64 >= 16)
+
+
+def ours_of_a_copy(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    from miles_sc import selected_log_probs
+
+    chosen = torch.from_numpy(responses(len(logits))).to(logits.device)
+    return selected_log_probs(logits[chosen], ids[chosen])
+
+
+def ours_where_they_lie(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    from miles_sc import selected_log_probs
+
+    rows = responses(len(logits))
+    return selected_log_probs(logits, ids[torch.from_numpy(rows).to(logits.device)], rows=rows)
+
+
 def megatron(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """One target a row, in place; a process group of one rank, as it asks for."""
     from megatron.core import parallel_state
@@ -54,7 +74,9 @@ def megatron(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 BASE, MEGATRON = "log_softmax + gather", "vocab_parallel_cross_entropy"
 OURS, IN_PLACE = "selected_log_probs", "selected_log_probs, in place"
-CONTENDERS: dict[str, Callable] = {BASE: log_softmax_gather, MEGATRON: megatron, OURS: ours, IN_PLACE: ours_in_place}
+COPIED, IN_ROWS = "selected_log_probs(logits[rows])", "selected_log_probs(logits, rows=)"
+WHOLE: dict[str, Callable] = {BASE: log_softmax_gather, MEGATRON: megatron, OURS: ours, IN_PLACE: ours_in_place}
+CONTENDERS = WHOLE | {COPIED: ours_of_a_copy, IN_ROWS: ours_where_they_lie}
 
 
 class _Head(torch.autograd.Function):
@@ -117,7 +139,7 @@ def measure(name: str, rows: int, vocabulary: int, candidates: int, dtype: str, 
 
     def run(logits: list[torch.Tensor]) -> None:
         scores = function(_Head.apply(anchor, logits), ids)
-        (scores * weights[:, : scores.shape[1]]).sum().backward()
+        (scores * weights[: len(scores), : scores.shape[1]]).sum().backward()
 
     # warm-up: kernels and threads start; the allocator gives a large block back
     run([torch.randn(rows, vocabulary, device=device).to(getattr(torch, dtype))])
@@ -167,7 +189,7 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(args.one, *shape.values())))
         return
-    names = [name for name in CONTENDERS if name != MEGATRON or importlib.util.find_spec("megatron")]
+    names = [name for name in WHOLE if name != MEGATRON or importlib.util.find_spec("megatron")]
     found = dict(zip(names, compare([(name, shape) for name in names], args.rounds), strict=True))
     threads = torch.get_num_threads()
     print(f"{args.rows} x {args.vocabulary} {args.dtype}, K = {args.candidates}, {threads} threads, forward + backward")
@@ -183,6 +205,11 @@ def main() -> None:
     (_, before), (by_rows, after) = compare([(IN_PLACE, shape), (IN_PLACE, longer)], args.rounds)
     print(f"K {fewer['candidates']} -> {args.candidates}: time {by_candidates:.2f}x")
     print(f"T {args.rows} -> {longer['rows']}: time {by_rows:.2f}x, extra peak / logits {before:.2f}x -> {after:.2f}x")
+
+    (_, copied), (in_rows, extra) = compare([(COPIED, shape), (IN_ROWS, shape)], args.rounds)
+    print("\nresponses of 48 tokens after prompts of 16, in one packed row")
+    print(f"{COPIED}: extra peak / logits {copied:.2f}x")
+    print(f"{IN_ROWS}: extra peak / logits {extra:.2f}x, time / copy {in_rows:.2f}x")
 
 
 if __name__ == "__main__":

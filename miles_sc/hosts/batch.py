@@ -98,6 +98,7 @@ def loss_batch(run: argparse.Namespace, batch: Mapping[str, Any], rows: HostRows
             [np.asarray(values)[rows.of_sample(i)] for i, values in enumerate(batch["rollout_topk_log_probs"])]
         ).to(device, torch.float32),
         ref_log_probs=scalars["ref_log_probs"].to(device) if run.use_kl_loss else None,
+        logit_rows=rows.slots.rows,
     )
 
 

@@ -91,7 +91,7 @@ def centered_loss(
     if first:
         names = batch.get("sample_indices")
         guard.watch(lambda row: describe_row(rows.slots, names, row))
-    output = loss_function(LOSS_TYPE)(given, _rows_of_logits(logits, rows), settings, guard)
+    output = loss_function(LOSS_TYPE)(given, logits.flatten(0, 1), settings, guard)
     if first:
         STEP.add({name: values for name, values in output.token_metrics.items() if name not in _HOSTS_METRICS}, given)
     return output.loss, _for_the_host(output, given)
@@ -123,7 +123,7 @@ def watch_drift(run: argparse.Namespace, batch: dict[str, Any], logits: Tensor, 
     if not batch.get(_SEEN):
         batch[_SEEN] = True
         rows, settings, given = _prepared(run, batch, logits.detach(), groups())
-        STEP.add(observe(given, _rows_of_logits(logits.detach(), rows), settings), given)
+        STEP.add(observe(given, logits.detach().flatten(0, 1), settings), given)
 
 
 def _prepared(
@@ -132,10 +132,6 @@ def _prepared(
     check_received(batch)
     rows = HostRows(run, batch, logits, groups)
     return rows, loss_settings(run, groups), loss_batch(run, batch, rows, logits.device)
-
-
-def _rows_of_logits(logits: Tensor, rows: HostRows) -> Tensor:
-    return logits.flatten(0, 1)[torch.from_numpy(rows.slots.rows).to(logits.device)]
 
 
 def _for_the_host(output: LossOutput, batch: LossBatch) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,6 +21,7 @@ class LossBatch:
         rollout_log_probs: ``[T]``, log q of the sampled token.
         candidate_log_probs: ``[T, K]``, log q of the candidates, -inf in unused slots; None while recording is off.
         old_log_probs, ref_log_probs: ``[T]``, of the policy before the step and of the reference.
+        logit_rows: int64 ``[T]``, ascending: where these rows lie in the logits; None where the logits are theirs alone.
     """
 
     selected_ids: Tensor
@@ -30,6 +32,7 @@ class LossBatch:
     candidate_log_probs: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    logit_rows: np.ndarray | None = None
 
     @property
     def token_ids(self) -> Tensor:

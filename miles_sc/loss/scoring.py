@@ -30,13 +30,13 @@ def score(logits: Tensor, batch: LossBatch, settings: LossSettings, *, with_head
     Unfiltered sampling is scored over the full vocabulary; filtered sampling over each row's recorded support.
 
     Args:
-        logits: ``[T, V/TP]``.
+        logits: ``[T, V/TP]``, or ``[S, V/TP]`` with ``batch.logit_rows``.
         with_head: score the candidates too. A replayed support is always read, since it is the normaliser.
     """
     replay = settings.score_centering.mode == "support"
-    ids = batch.selected_ids if with_head or replay else batch.selected_ids[:, :1]
+    columns = slice(None) if with_head or replay else slice(1)
     trained = settings.entropy_coef != 0
-    log_probs, entropy = _log_probs(logits, ids, settings, replay, with_entropy=trained or settings.observe_entropy)
+    log_probs, entropy = _log_probs(logits, batch, columns, settings, replay, with_entropy=trained or settings.observe_entropy)
     if entropy is not None and not trained:
         entropy = entropy.detach()
     return Scores(log_probs[:, 0], log_probs[:, 1:], entropy)
@@ -44,11 +44,15 @@ def score(logits: Tensor, batch: LossBatch, settings: LossSettings, *, with_head
 
 def full_vocabulary_log_probs(logits: Tensor, batch: LossBatch, settings: LossSettings) -> Tensor:
     """``[T]`` log p of the sampled tokens over the full vocabulary, whatever the sampling: what a reference is compared with."""
-    return _log_probs(logits, batch.selected_ids[:, :1], settings, replay=False, with_entropy=False)[0][:, 0]
+    return _log_probs(logits, batch, slice(1), settings, replay=False, with_entropy=False)[0][:, 0]
 
 
-def _log_probs(logits, ids, settings: LossSettings, replay: bool, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+def _log_probs(
+    logits, batch: LossBatch, columns: slice, settings: LossSettings, replay: bool, *, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    ids = batch.selected_ids[:, columns]
     common = dict(
+        rows=batch.logit_rows,
         group=settings.tensor_parallel_group,
         vocab_size=settings.vocab_size,
         temperature=settings.score_centering.temperature,

@@ -1,8 +1,10 @@
 """What a kernel of candidate scoring does with one rank's logits; the algebra and the reductions around it are its caller's."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from miles_sc.loss.vocabulary import VocabularyShard
@@ -18,7 +20,7 @@ class RowStatistics:
         selected: ``[T, 1+K]``, z at the columns asked for; 0 where they are another rank's.
         mean: ``[T]``, the expectation of ``z - largest`` under the softmax of these columns; None unless asked for.
         log_unit: ``[T]``, the kernel's backward forms ``exp(z - largest - log_unit)``, whatever is cheapest to it.
-        saved: what its backward needs besides the logits.
+        saved: what its backward needs besides the logits, with T rows each.
     """
 
     largest: Tensor
@@ -27,6 +29,20 @@ class RowStatistics:
     mean: Tensor | None
     log_unit: Tensor
     saved: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def concatenate(cls, parts: "Sequence[RowStatistics]") -> "RowStatistics":
+        """Those of several runs of rows, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            torch.cat([part.largest for part in parts]),
+            torch.cat([part.log_sum for part in parts]),
+            torch.cat([part.selected for part in parts]),
+            None if parts[0].mean is None else torch.cat([part.mean for part in parts]),
+            torch.cat([part.log_unit for part in parts]),
+            tuple(torch.cat(tensors) for tensors in zip(*(part.saved for part in parts), strict=True)),
+        )
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,11 @@ class RowGradient:
     scale: Tensor
     entropy_scale: Tensor | None
     entropy_shift: Tensor | None
+
+    def of_rows(self, rows: slice) -> "RowGradient":
+        """That of some of the rows; views."""
+        given = (self.selected, self.scale, self.entropy_scale, self.entropy_shift)
+        return RowGradient(*(None if tensor is None else tensor[rows] for tensor in given))
 
 
 class ScoringKernel(Protocol):

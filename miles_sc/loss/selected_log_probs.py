@@ -4,10 +4,14 @@ An explicit autograd Function on this rank's columns. Since the loss is replicat
 reduces and backward reduces nothing.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from miles_sc.loss.logit_rows import LogitRows
 from miles_sc.loss.scoring_kernel import RowGradient, RowStatistics, ScoringKernel
 from miles_sc.loss.torch_scoring import TorchKernel
 from miles_sc.loss.vocabulary import VocabularyShard, check_scoring_inputs, chunk_rows, logits_shard
@@ -17,6 +21,7 @@ def selected_log_probs(
     logits: Tensor,
     token_ids: Tensor,
     *,
+    rows: Sequence[int] | np.ndarray | None = None,
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     temperature: float = 1.0,
@@ -33,6 +38,8 @@ def selected_log_probs(
         logits: ``[T, V/TP]``, this rank's columns.
         token_ids: integer ``[T, 1+K]`` of global ids, column 0 the sampled token. -1 gives 0 and no gradient; an id may
             stand twice.
+        rows: ``[T]``, ascending, on the host: the logits are ``[S, V/TP]`` and only these rows are scored, where they lie: no
+            copy is made of them. The others get a gradient of 0. Default: all, in order.
         group: tensor-parallel group; forward makes one MAX and two SUM reductions of per-row floats, backward none.
         vocab_size: true vocabulary; columns beyond it (Megatron's padding) are excluded and get no gradient.
         temperature: the sampler's.
@@ -44,14 +51,15 @@ def selected_log_probs(
         float32 ``[T, 1+K]`` (float64 for float64 logits); with entropy ``(log_probs, entropy [T])``.
 
     Raises:
-        ValueError: shapes, vocabulary, temperature, chunk size; ids out of range (on the CPU, where looking costs no sync).
+        ValueError: shapes, rows, vocabulary, temperature, chunk size; ids out of range (on the CPU, where looking costs no sync).
     """
     shard = logits_shard(logits, group, vocab_size)
-    check_scoring_inputs(token_ids, len(logits), shard.vocab_size, temperature=temperature, chunk_size=chunk_size)
+    scored = LogitRows.of(rows, len(logits))
+    check_scoring_inputs(token_ids, len(scored), shard.vocab_size, temperature=temperature, chunk_size=chunk_size)
     if inplace_backward and _overlaps(logits):
         raise ValueError(f"logits with strides {logits.stride()} overlap: their gradient cannot be written over them; copy them")
     kernel = _kernel(logits, shard, float(temperature), chunk_size)
-    log_probs, entropy = _SelectedLogProbs.apply(logits, token_ids.long(), kernel, inplace_backward, with_entropy)
+    log_probs, entropy = _SelectedLogProbs.apply(logits, token_ids.long(), scored, kernel, inplace_backward, with_entropy)
     return (log_probs, entropy) if with_entropy else log_probs
 
 
@@ -71,7 +79,7 @@ def _kernel(logits: Tensor, shard: VocabularyShard, temperature: float, chunk_si
 
 
 class _SelectedLogProbs(torch.autograd.Function):
-    """``log p = z - logsumexp(z)`` for ids ``[T, 1+K]`` and ``z = logits[T, V/TP] / temperature``.
+    """``log p = z - logsumexp(z)`` for ids ``[T, 1+K]`` and ``z = logits[rows, V/TP] / temperature``.
 
     Forward reduces over the group: MAX and SUM of ``[T]``, SUM of ``[T, 1+K]``, with entropy SUM of ``[T]`` more.
     Backward, on the local columns: ``dz = scatter(g) - (sum g) p - h p (log p + H)``, where g and h are the upstream
@@ -79,9 +87,12 @@ class _SelectedLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, token_ids, kernel, inplace_backward, with_entropy):
+    def forward(ctx, logits, token_ids, rows, kernel, inplace_backward, with_entropy):
         shard: VocabularyShard = kernel.shard
-        statistics = kernel.statistics(logits, *shard.local(token_ids), with_entropy=with_entropy)
+        columns, owned = shard.local(token_ids)
+        statistics = RowStatistics.concatenate(
+            [kernel.statistics(logits[run], columns[part], owned[part], with_entropy=with_entropy) for run, part in rows]
+        )
         top, log_sum = shard.combine(statistics.largest, statistics.log_sum)
         log_probs = shard.log_probs(statistics.selected, top, log_sum, token_ids)
 
@@ -96,14 +107,14 @@ class _SelectedLogProbs(torch.autograd.Function):
         else:
             ctx.mark_non_differentiable(entropy)
         ctx.save_for_backward(*saved, *statistics.saved)
-        ctx.settings = (kernel, inplace_backward, with_entropy)
+        ctx.settings = (rows, kernel, inplace_backward, with_entropy)
         ctx.set_materialize_grads(False)  # an entropy that is only observed costs nothing in backward
         return log_probs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_log_probs, grad_entropy):
-        kernel, inplace_backward, with_entropy = ctx.settings
+        rows, kernel, inplace_backward, with_entropy = ctx.settings
         logits, token_ids, to_p, *saved = ctx.saved_tensors
         entropy_shift = saved.pop(0) if with_entropy else None
         if not with_entropy:  # a compiled graph hands in zeros where eager autograd hands in nothing
@@ -119,8 +130,15 @@ class _SelectedLogProbs(torch.autograd.Function):
             entropy_scale=None if grad_entropy is None else -grad_entropy * to_p / kernel.temperature,
             entropy_shift=None if grad_entropy is None else entropy_shift,
         )
-        kernel.write_gradient(gradient, logits, columns, owned, upstream, tuple(saved))
-        return gradient, None, None, None, None
+        for run, part in rows:
+            read = logits[run]
+            written = read if inplace_backward else gradient[run]
+            kernel.write_gradient(
+                written, read, columns[part], owned[part], upstream.of_rows(part), tuple(tensor[part] for tensor in saved)
+            )
+        for unscored in rows.others():
+            gradient[unscored] = 0
+        return gradient, None, None, None, None, None
 
 
 def _where_mass(statistics: RowStatistics, values: Tensor, shard: VocabularyShard, *, otherwise: float) -> Tensor:

@@ -1,9 +1,13 @@
 """Log-probs under a replayed sampling support: only the support's logits are read, and only they get a gradient."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from miles_sc.loss.logit_rows import LogitRows
 from miles_sc.loss.vocabulary import accumulation_dtype, check_scoring_inputs, chunk_rows, logits_shard
 
 
@@ -11,6 +15,7 @@ def support_log_probs(
     logits: Tensor,
     token_ids: Tensor,
     *,
+    rows: Sequence[int] | np.ndarray | None = None,
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     temperature: float = 1.0,
@@ -22,7 +27,7 @@ def support_log_probs(
     exactly zero.
 
     Args:
-        logits, group, vocab_size, temperature: as in :func:`miles_sc.selected_log_probs`.
+        logits, rows, group, vocab_size, temperature: as in :func:`miles_sc.selected_log_probs`.
         token_ids: integer ``[T, 1+K]``: the sampled token, then the support it was drawn from, padded with -1.
         with_entropy: also return the entropy over the support.
 
@@ -34,9 +39,10 @@ def support_log_probs(
         ValueError: as :func:`miles_sc.selected_log_probs`.
     """
     shard = logits_shard(logits, group, vocab_size)
-    check_scoring_inputs(token_ids, len(logits), shard.vocab_size, temperature=temperature)
+    scored = LogitRows.of(rows, len(logits))
+    check_scoring_inputs(token_ids, len(scored), shard.vocab_size, temperature=temperature)
     token_ids = token_ids.long()
-    scaled = _GatherSelected.apply(logits, token_ids, shard) / temperature
+    scaled = _GatherSelected.apply(logits, token_ids, scored, shard) / temperature
     has_support = (token_ids[:, 1:] >= 0).any(dim=1, keepdim=True)
     valid = (token_ids >= 0) & has_support
     # a row without support is given a single 0, so that its logsumexp and gradient stay finite
@@ -52,32 +58,40 @@ def support_log_probs(
 
 
 class _GatherSelected(torch.autograd.Function):
-    """Raw logits of ids ``[T, 1+K]`` from ``[T, V/TP]``, 0 where the id is -1. Forward: one SUM over the group."""
+    """Raw logits of ids ``[T, 1+K]`` from T rows of ``[S, V/TP]``, 0 where the id is -1. Forward: one SUM over the group."""
 
     @staticmethod
-    def forward(ctx, logits, token_ids, shard):
+    def forward(ctx, logits, token_ids, rows, shard):
         columns, owned = shard.local(token_ids)
         ctx.save_for_backward(columns, owned)
-        ctx.like = (logits.shape, logits.dtype)
+        ctx.like = (logits.shape, logits.dtype, rows)
         dtype = accumulation_dtype(logits)
         if logits.shape[1] == 0:  # a rank without columns still takes part
             return shard.sum(torch.zeros(token_ids.shape, dtype=dtype, device=logits.device))
-        return shard.sum(torch.where(owned, logits.gather(1, columns).to(dtype), 0.0))
+        gathered = torch.cat([logits[run].gather(1, columns[part]) for run, part in rows])
+        return shard.sum(torch.where(owned, gathered.to(dtype), 0.0))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         columns, owned = ctx.saved_tensors
-        shape, dtype = ctx.like
+        shape, dtype, rows = ctx.like
         gradient = torch.zeros(shape, dtype=dtype, device=grad.device)
         if shape[1] == 0:
-            return gradient, None, None
+            return gradient, None, None, None
         owned_grad = torch.where(owned, grad, 0.0)
-        if dtype == grad.dtype:
-            return gradient.scatter_add_(1, columns, owned_grad), None, None
-        # the sampled token stands in its support too: both gradients are added before they are rounded
-        step = chunk_rows(gradient)
-        for rows in (slice(start, start + step) for start in range(0, shape[0], step)):
-            exact = torch.zeros_like(gradient[rows], dtype=grad.dtype)
-            gradient[rows] = exact.scatter_add_(1, columns[rows], owned_grad[rows])
-        return gradient, None, None
+        for run, part in rows:
+            _add_selected(gradient[run], columns[part], owned_grad[part])
+        return gradient, None, None, None
+
+
+def _add_selected(gradient: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Adds ``[T, 1+K]`` to the columns of zeros ``[T, V/TP]``; a sampled token stands in its support too."""
+    if gradient.dtype == values.dtype:
+        gradient.scatter_add_(1, columns, values)
+        return
+    # both gradients of such a token are added before they are rounded
+    step = chunk_rows(gradient)
+    for rows in (slice(start, start + step) for start in range(0, len(gradient), step)):
+        exact = torch.zeros_like(gradient[rows], dtype=values.dtype)
+        gradient[rows] = exact.scatter_add_(1, columns[rows], values[rows])
