@@ -2,9 +2,9 @@
 
 from miles_sc.hosts.seams import Host, Seam, Wrappers
 
-collection, engines, flags, loss, miles_session, sample, train_data = (
+collection, engines, flags, loss, miles_session, rollout_metrics, sample, train_data = (
     Wrappers(f"miles_sc.hosts.{name}")
-    for name in ("collection", "engines", "flags", "loss", "miles_session", "sample", "train_data")
+    for name in ("collection", "engines", "flags", "loss", "miles_session", "rollout_metrics", "sample", "train_data")
 )
 
 _ARGUMENTS = "miles.utils.arguments"
@@ -183,6 +183,10 @@ _TRAIN_DATA = (
     ),
     Seam(f"{_TRAINING}.data", "DataIterator.get_next", "the loss gets no candidates", parameters=("self", "keys"),
          rests_on=("rollout_data", "micro_batch_indices")),
+    Seam(
+        "miles.ray.rollout.metrics", "_compute_metrics_from_samples", "the recorded heads are not logged",
+        parameters=("args", "samples"), wrap=rollout_metrics.rollout_metrics,
+    ),
     Seam(
         f"{_TRAINING}.log_utils", "log_rollout_data", "logging stops the run", parameters=("rollout_id", "args", "rollout_data"),
         rests_on=("flat", "isinstance"),

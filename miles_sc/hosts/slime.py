@@ -2,10 +2,12 @@
 
 from miles_sc.hosts.seams import Host, Seam, Wrappers
 
-collection, engines, flags, loss, sample, slime_rollout, slime_training, train_data = (
+collection, engines, flags, loss, rollout_metrics, sample, slime_rollout, slime_training, train_data = (
     Wrappers(f"miles_sc.hosts.{name}")
-    for name in ("collection", "engines", "flags", "loss", "sample", "slime_rollout", "slime_training", "train_data")
-)
+    for name in (
+        "collection", "engines", "flags", "loss", "rollout_metrics", "sample", "slime_rollout", "slime_training", "train_data",
+    )
+)  # fmt: skip
 
 _ARGUMENTS = "slime.utils.arguments"
 _GENERATE = "slime.rollout.sglang_rollout"
@@ -115,6 +117,10 @@ _TRAIN_DATA = (
     Seam(
         f"{_MEGATRON}.data", "DataIterator.get_next", "the loss gets no candidates", parameters=("self", "keys"),
         rests_on=("rollout_data", "micro_batch_indices"),
+    ),
+    Seam(
+        "slime.observability.rollout_metrics", "compute_metrics_from_samples", "the recorded heads are not logged",
+        parameters=("args", "samples"), wrap=rollout_metrics.rollout_metrics,
     ),
     Seam(
         _METRICS, "log_rollout_data", "logging stops the run", parameters=("rollout_id", "args", "rollout_data"),

@@ -15,6 +15,16 @@ def engine(model, tmp_path_factory) -> Iterator[LiveServer]:
         yield launched
 
 
+@pytest.fixture
+def object_store(ray_cluster):
+    """Miles's store, which its driver would choose."""
+    from miles.utils import object_store
+
+    object_store._INSTANCE = object_store.RayObjectStore()
+    yield object_store._INSTANCE
+    object_store._INSTANCE = None
+
+
 @pytest.fixture(scope="session")
 def filtering_engine(model, sglang_python, tmp_path_factory) -> Iterator[LiveServer]:  # noqa: F811
     """SGLang 0.5.23 or newer, of ``MILES_SC_SGLANG_PYTHON``."""

@@ -41,10 +41,10 @@ def in_miles(run: Any, work: Callable[[], Awaitable[Any]]) -> Any:
     return asyncio.run(with_client())
 
 
-def fresh_sample(prompt: object = "3 + 4 =", **fields: object) -> Any:
+def fresh_sample(prompt: object = "3 + 4 =", *, index: int = 0) -> Any:
     from miles.utils.types import Sample
 
-    return Sample(prompt=prompt, index=0, group_index=0, reward=1.0, **fields)
+    return Sample(prompt=prompt, index=index, group_index=index // 2, reward=1.0)
 
 
 async def generate(run: Any, sample: Any, *, evaluation: bool = False, legacy: bool = False, length: int = 6) -> Any:
@@ -60,6 +60,36 @@ async def generate(run: Any, sample: Any, *, evaluation: bool = False, legacy: b
 
     state = new.GenerateState(run)
     return await new.generate_and_rm(state, sample, {**state.sampling_params, "max_new_tokens": length}, evaluation=evaluation)
+
+
+async def merged_turns(run: Any, *, index: int = 0) -> tuple[list[Any], Any, int]:
+    """Two single turns, the second on top of the first and an observation.
+
+    Returns:
+        The turns, what Miles merges them to, and the tokens of the observation.
+    """
+    from miles.rollout.generate_hub.single_turn import GenerateFnInput
+    from miles.rollout.generate_hub.single_turn import generate as single_turn
+    from miles.rollout.generate_utils.sample_utils import merge_samples
+    from miles.rollout.inference_rollout.inference_rollout_common import GenerateState
+    from miles.utils.types import Sample
+
+    state = GenerateState(run)
+    turns, prompt = [], "3 + 4 ="
+    for _ in range(2):
+        given = GenerateFnInput(
+            state=state, sample=fresh_sample(prompt, index=index), evaluation=False,
+            sampling_params={**state.sampling_params, "max_new_tokens": 5},
+        )  # fmt: skip
+        sample = (await single_turn(given)).samples
+        sample.status = Sample.Status.COMPLETED
+        turns.append(sample)
+        prompt = state.tokenizer.decode(sample.tokens) + " 1"
+    # token ids, not text: the second prompt is the first turn and the observation
+    told, (first, second) = state.tokenizer.encode(" 1"), turns
+    second.tokens = [*first.tokens, *told, *second.tokens[len(second.tokens) - second.response_length :]]
+    second.prompt = first.prompt + " and more"
+    return turns, merge_samples(turns, state.tokenizer), len(told)
 
 
 @contextmanager
@@ -110,7 +140,7 @@ TOLD: list[httpx.Response] = []
 ASKED: dict[str, Any] = {}
 
 
-async def agentic(run: Any, *, evaluation: bool = False, length: int = 6) -> list[Any]:
+async def agentic(run: Any, *, evaluation: bool = False, length: int = 6, index: int = 0) -> list[Any]:
     """One conversation of :func:`two_turns` through Miles's agentic generate function and its session server."""
     from miles.rollout.inference_rollout import inference_rollout_common as new
 
@@ -119,5 +149,5 @@ async def agentic(run: Any, *, evaluation: bool = False, length: int = 6) -> lis
     state = new.GenerateState(run)
     params = {**state.sampling_params, "max_new_tokens": length}
     TOLD.clear()
-    samples = await new.generate_and_rm(state, fresh_sample(CONVERSATION), params, evaluation=evaluation)
+    samples = await new.generate_and_rm(state, fresh_sample(CONVERSATION, index=index), params, evaluation=evaluation)
     return samples if isinstance(samples, list) else [samples]

@@ -8,7 +8,7 @@ import pytest
 from miles_sc.rollout.recorded_rows import RecordedRows
 from tests.hosts import miles_rollout
 from tests.hosts.miles_host import RECIPE, needs_miles
-from tests.hosts.miles_rollout import agentic, fresh_sample, generate, in_miles, rollout_run, session_server
+from tests.hosts.miles_rollout import agentic, fresh_sample, generate, in_miles, merged_turns, rollout_run, session_server
 
 pytestmark = needs_miles
 
@@ -132,32 +132,9 @@ def test_tools_answers_are_gaps(run, monkeypatch):
 
 
 def test_turns_are_merged(run):
-    from miles.rollout.generate_hub.single_turn import GenerateFnInput
-    from miles.rollout.generate_hub.single_turn import generate as single_turn
     from miles.rollout.generate_utils.sample_utils import merge_samples
-    from miles.rollout.inference_rollout.inference_rollout_common import GenerateState
-    from miles.utils.types import Sample
 
-    async def turns():
-        state = GenerateState(run)
-        samples, prompt = [], "3 + 4 ="
-        for _ in range(2):
-            sample = fresh_sample(prompt)
-            given = GenerateFnInput(state=state, sample=sample, sampling_params={**state.sampling_params, "max_new_tokens": 5},
-                                    evaluation=False)  # fmt: skip
-            sample = (await single_turn(given)).samples
-            sample.status = Sample.Status.COMPLETED
-            samples.append(sample)
-            prompt = state.tokenizer.decode(sample.tokens) + " 1"
-        # token ids, not text: the second prompt is the first turn and an observation
-        told = state.tokenizer.encode(" 1")
-        second = samples[1]
-        response = second.tokens[len(second.tokens) - second.response_length :]
-        second.tokens = [*samples[0].tokens, *told, *response]
-        second.prompt = samples[0].prompt + " and more"
-        return samples, merge_samples(samples, state.tokenizer), len(told)
-
-    (first, second), merged, told = in_miles(run, turns)
+    (first, second), merged, told = in_miles(run, lambda: merged_turns(run))
     rows = RecordedRows.of(merged)
     merged.validate()
     assert len(rows) == first.response_length + told + second.response_length == merged.response_length

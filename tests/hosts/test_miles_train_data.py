@@ -38,18 +38,9 @@ def convert(run, given):
     return convert_samples_to_train_data(run, given, {}, None, None)
 
 
-@pytest.fixture
-def store(ray_cluster):
-    from miles.utils import object_store
-
-    object_store._INSTANCE = object_store.RayObjectStore()
-    yield object_store._INSTANCE
-    object_store._INSTANCE = None
-
-
 @pytest.mark.parametrize("support", [False, True], ids=["selected", "support"])
 @pytest.mark.parametrize("split", ["in the rollout", "in the rollout, scheduled", "in training"])
-def test_rows_reach_every_shard_and_batch(store, monkeypatch, support, split):
+def test_rows_reach_every_shard_and_batch(object_store, monkeypatch, support, split):
     """Two data-parallel ranks; each micro-batch holds the arrays of its own samples, as they were recorded."""
     from miles.backends.training_utils import log_utils
     from miles.backends.training_utils.data import DataIterator, get_batch, get_rollout_data
@@ -66,7 +57,7 @@ def test_rows_reach_every_shard_and_batch(store, monkeypatch, support, split):
     data = convert(run, given)
     config = {"dp_size": 2}
     if delayed:
-        reference = store.put(value=data, value_spec=conversion.ROLLOUT_DATA_VALUE_SPEC)
+        reference = object_store.put(value=data, value_spec=conversion.ROLLOUT_DATA_VALUE_SPEC)
     else:
         if split.endswith("scheduled"):
             config |= {"cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": None}
@@ -185,7 +176,7 @@ def test_a_converter_that_drops_samples_is_refused(monkeypatch):
         convert_samples_to_train_data(run_with(), samples(), {}, lambda args, given: {"tokens": []}, None)
 
 
-def test_a_shard_without_candidates_stops_the_trainer(store, monkeypatch):
+def test_a_shard_without_candidates_stops_the_trainer(object_store, monkeypatch):
     """The converting process ran without us: on a node without the package, say."""
     from miles.backends.training_utils.data import get_rollout_data
     from miles.backends.training_utils.parallel import ParallelState, set_parallel_state
@@ -199,3 +190,21 @@ def test_a_shard_without_candidates_stops_the_trainer(store, monkeypatch):
     set_parallel_state(ParallelState(*[GroupInfo(rank=0, size=1, group=None)] * 8))
     with pytest.raises(ValueError, match="without rollout_topk_log_probs: .* ran without miles_sc. .*Nothing was trained"):
         get_rollout_data(run, reference)
+
+
+def test_a_rollouts_metrics_tell_of_its_heads():
+    """Beside Miles's own numbers, under ``rollout/``; of a rollout that recorded nothing there is nothing to tell."""
+    from miles.ray.rollout.metrics import _compute_metrics_from_samples
+
+    given = samples()
+    told = _compute_metrics_from_samples(run_with(), given)
+    masses = np.concatenate([np.exp(sample.rollout_topk_log_probs).sum(axis=1) for sample in given])
+    assert told["topk_head_mass"] == pytest.approx(masses.mean()) and told["topk_head_mass_min"] == pytest.approx(masses.min())
+    hits = [
+        token in row for s in given for token, row in zip(s.tokens[-len(s.loss_mask) :], s.rollout_topk_token_ids, strict=True)
+    ]
+    assert told["topk_sampled_in_head"] == pytest.approx(np.mean(hits))
+    for sample in given:
+        _drop_rows(sample)
+    plain = _compute_metrics_from_samples(run_with(), given)
+    assert plain == {name: value for name, value in told.items() if not name.startswith("topk_")}

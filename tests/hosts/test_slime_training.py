@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.distributed.launch import launch
-from tests.hosts.inner_ring import PAD_MULTIPLIER, PADDED, RESPONSE, TOTAL, VOCAB, inner_ring, logits_of, rollout_data
+from tests.hosts.inner_ring import inner_ring
 from tests.hosts.slime_host import needs_slime, on_the_cpu, run_of
+from tests.hosts.step_data import PAD_MULTIPLIER, PADDED, RESPONSE, TOTAL, VOCAB, logits_of, rollout_data
 from tests.samples import answer
 
 pytestmark = needs_slime
@@ -78,6 +79,15 @@ def test_every_rank_receives_the_rows_of_its_samples(generated):
             assert data["rollout_topk_token_ids"][place].tolist() == sample.rollout_topk_token_ids.tolist()
             assert data["rollout_topk_log_probs"][place].tolist() == sample.rollout_topk_log_probs.tolist()
     assert sorted(seen) == [0, 1, 2, 3]
+
+
+def test_a_rollouts_metrics_tell_of_its_heads():
+    from slime.observability.rollout_metrics import compute_metrics_from_samples
+
+    run = run_of()
+    assert {"topk_head_mass", "topk_head_mass_min", "topk_sampled_in_head"} <= set(
+        compute_metrics_from_samples(run, samples_of(run))
+    )
 
 
 def test_a_sample_without_candidates_stops_the_rollout(generated):
@@ -176,7 +186,7 @@ CASES = [
 )
 def test_a_step_of_slime_is_the_inner_rings(tmp_path, allgather_cp, tensor_size, context_size, changes):
     run = run_of(**{"allgather_cp": allgather_cp, "calculate_per_token_loss": True, "vocab_size": VOCAB} | changes)
-    loss, gradients, metrics = inner_ring(run, rollout_data())
+    loss, gradients, metrics = inner_ring(run, rollout_data(), logits_of())
     results = launch(one_rank, tensor_size * context_size, tmp_path, run, tensor_size, context_size)
 
     # Slime scales for Megatron, which averages over the context-parallel ranks, and over four rollouts where asked to
@@ -289,7 +299,7 @@ def step_run(**changes):
 def test_slimes_own_step_trains_the_loss(tmp_path):
     run = step_run()
     reported, gradients, stepped, error = launch(one_step, 1, tmp_path, run, False)[0]
-    loss, expected, _ = inner_ring(run, rollout_data())
+    loss, expected, _ = inner_ring(run, rollout_data(), logits_of())
     assert (error, stepped) == ("", [True])
     assert reported["loss"] == pytest.approx(float(loss) / (sum(RESPONSE) - 2), rel=1e-6)
     assert {"sc_train_head_mass", "sc_train_head_mass_min", "sc_tail_ratio"} <= set(reported)

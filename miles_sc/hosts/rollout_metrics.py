@@ -1,0 +1,41 @@
+"""What a host logs of a rollout: how much of the sampler's distribution the recorded rows hold, before anything is trained."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from miles_sc.hosts.run import bound
+from miles_sc.hosts.sample import check_aligned
+from miles_sc.rollout.recorded_rows import RecordedRows
+
+
+def rollout_metrics(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
+    """Around the function that makes metrics of ``(args, samples)``."""
+    return {**wrapped(*args, **kwargs), **recorded_head(bound(wrapped, args, kwargs)["samples"])}
+
+
+def recorded_head(samples: Sequence[Any]) -> dict[str, float]:
+    """Over the trained tokens: the mass of their heads, and the share of them that lie in theirs.
+
+    Returns:
+        ``topk_head_mass``, its ``_min``, and ``topk_sampled_in_head``; nothing where nothing was recorded, as in evaluation.
+    """
+    masses, in_head = [np.empty(0)], [np.empty(0, bool)]
+    for sample in samples:
+        rows = RecordedRows.of(sample, where=f"sample {sample.index}")
+        if rows is None:
+            continue
+        check_aligned(sample, rows)
+        trained = np.ones(len(rows), bool) if sample.loss_mask is None else np.asarray(sample.loss_mask) > 0
+        response = np.asarray(sample.tokens[len(sample.tokens) - len(rows) :])
+        masses.append(np.exp(rows.candidates.log_probs[trained]).sum(axis=1, dtype=np.float64))
+        in_head.append(rows.candidates.holding(response)[trained].any(axis=1))
+    mass = np.concatenate(masses)
+    if not len(mass):
+        return {}
+    return {
+        "topk_head_mass": float(mass.mean()),
+        "topk_head_mass_min": float(mass.min()),
+        "topk_sampled_in_head": float(np.concatenate(in_head).mean()),
+    }
