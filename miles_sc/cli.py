@@ -7,10 +7,13 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from miles_sc import __version__
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand. Returns 0, 1 for an error told in one line, 130 after Ctrl-C; argparse exits with 2."""
     parser = argparse.ArgumentParser(prog="miles-sc", description="Score centering for off-policy RL of language models.")
+    parser.add_argument("--version", action="version", version=f"miles_sc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parsers = {name: commands.add_parser(name, help=text, description=text) for name, (text, _, _) in _COMMANDS.items()}
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -183,7 +186,11 @@ _COMMANDS = {
     "make-model": ("make a small model with a short supervised warm-up, to train from", _make_model_flags, _make_model),
     "tasks": ("list the names that --task takes", lambda parser: None, _tasks),
     "report": ("draw the report of runs that are already there", _report_flags, _report),
-    "doctor": ("ask an SGLang server or router whether it delivers what training needs", _doctor_flags, _doctor),
+    "doctor": (
+        "ask an SGLang server or router, or an installed host, whether it delivers what training needs",
+        _doctor_flags,
+        _doctor,
+    ),
     "serve-session": (
         "an OpenAI-compatible server for agents, which records their turns for training",
         _serve_session_flags,

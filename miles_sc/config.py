@@ -52,7 +52,7 @@ class ScoreCenteringConfig:
         if self.top_p < 1 and self.top_k < 1:
             raise ValueError(
                 f"--rollout-top-p {self.top_p} without --rollout-top-k: the support that is recorded needs a bound; "
-                "set a positive --rollout-top-k, e.g. 64"
+                "set a positive --rollout-top-k, e.g. 64, or sample unfiltered (--rollout-top-p 1.0)"
             )
         if self.mode == "support" and 0 < self.top_logprobs_num < self.top_k:
             raise ValueError(
@@ -107,4 +107,4 @@ def _is_positive(value: object) -> bool:
 
 def _check_integer(flag: str, value: object, *, minimum: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{flag} {value}: set a whole number of at least {minimum}")
+        raise ValueError(f"{flag} {value!r}: set a whole number of at least {minimum}")

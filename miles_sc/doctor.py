@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from miles_sc.config import ScoreCenteringConfig
+from miles_sc.hosts.startup import HOSTS
 from miles_sc.rollout.engines.sglang.client import ClientSettings
 from miles_sc.rollout.model_directory import model_vocabulary
 from miles_sc.rollout.probe import EndpointReport, Examination, Finding, Verdict, examine_endpoint, small_prompt
@@ -27,7 +28,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--endpoint", metavar="URL", help="a server or a router, as training would ask it")
-    what.add_argument("--host", choices=("miles", "slime"), help="whether the plugin enters this host, here and in Ray's workers")
+    what.add_argument("--host", choices=HOSTS, help="whether the plugin enters this host, here and in Ray's workers")
     add("--engine", metavar="URL", help="the server behind it (default: those that a router lists)")
     add("--route", choices=("native", "chat", "both"), default="both", help="/generate, chat completions (default: %(default)s)")
     add(
@@ -63,7 +64,10 @@ def doctor(args: argparse.Namespace) -> int:
     if args.host is not None:
         from miles_sc.hosts.report import print_host
 
-        return print_host(args.host, Console())
+        if args.json:
+            print("miles-sc doctor: error: --json with --host: it prints lines; leave one out", file=sys.stderr)
+            return 2
+        return print_host(args.host, Console(soft_wrap=True))
     try:
         wanted = _examination(args)
     except ValueError as error:

@@ -78,7 +78,7 @@ def test_mode_follows_from_the_sampler(top_p, top_k, mode):
 REFUSED = [  # values, what the message must say
     ({"rollout_top_logprobs_num": -1}, "--rollout-top-logprobs-num -1: set a whole number of at least 0"),
     ({"rollout_top_logprobs_num": 2.5}, "--rollout-top-logprobs-num 2.5: set a whole number"),
-    ({"rollout_top_logprobs_num": "8"}, "--rollout-top-logprobs-num 8: set a whole number"),
+    ({"rollout_top_logprobs_num": "8"}, "--rollout-top-logprobs-num '8': set a whole number"),
     ({"rollout_top_logprobs_num": True}, "--rollout-top-logprobs-num True: set a whole number"),
     ({"score_centering_is": "icepop"}, "--score-centering-is icepop: choose one of none, tis, mis"),
     *(

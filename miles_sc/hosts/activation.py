@@ -124,13 +124,14 @@ def known_host(package: str) -> Host:
 
 def enter(host: Host, directories: list[str]) -> Activation | None:
     """The same for a table and the directories of its package."""
-    source = HostSource(host.package, directories)
-    if not source.has(host.landmark):
+    source = HostSource(directories)
+    if not source.has(host.entry):
         return None
     own = bool(host.own_loss) and host.own_loss in source.mentions(host.entry)
     layouts = (host.takeover or ((),)) if own else (host.seams,)
-    seams = next((layout for layout in layouts if not source.check(layout)), layouts[0])
-    active = Activation(host, _version(host.package, directories), source.check(seams), own, seams)
+    checked = [(source.check(layout), layout) for layout in layouts]
+    faults, seams = min(checked, key=lambda found: bool(found[0]))  # the first that fits, else the first
+    active = Activation(host, _version(host.package, directories), faults, own, seams)
     _ACTIVATIONS[host.package] = active
     for module in dict.fromkeys([seam.module for seam in seams]):
         wrapt.register_post_import_hook(active.install, module)

@@ -35,23 +35,30 @@ class HostRows:
 
     Hosts keep per-token lists (advantages, log-probs) in zigzag order, also where logits lie in all-gather order. There those
     scalars cross the context-parallel group once, all lists in one collective; logits and candidates stay where they are.
+
+    Attributes:
+        lengths: response tokens of each sample.
+        slots: of the logits.
+        parts: of each sample's response, the rows that are scored here.
     """
 
     def __init__(self, run: argparse.Namespace, batch: Mapping[str, Any], logits: Tensor, groups: HostGroups) -> None:
         self._groups = groups
         self.lengths: list[int] = [int(n) for n in batch["response_lengths"]]
         total = [int(n) for n in batch["total_lengths"]]
-        packed = run.qkv_format == "thd"
+        qkv_format = getattr(run, "qkv_format", "thd")  # Slime packs every micro-batch, and has no flag for it
+        packed = qkv_format == "thd"
         allgather = bool(run.allgather_cp) and groups.context_size > 1
-        layout = ContextLayout(run.qkv_format, allgather=allgather, size=groups.context_size)
+        layout = ContextLayout(qkv_format, allgather=allgather, size=groups.context_size)
         # the host pads further than the layout needs, and its logits say how far
         padded = logits.shape[-2] * groups.context_size if not packed or allgather else None
         self.slots = context_map(total, self.lengths, layout, rank=groups.context_rank, padded_length=padded)
         self._lists = self.slots
         if allgather:
-            zigzag = ContextLayout(run.qkv_format, size=groups.context_size)
+            zigzag = ContextLayout(qkv_format, size=groups.context_size)
             padded = int(batch["max_seq_lens"][0]) if not packed else None
             self._lists = context_map(total, self.lengths, zigzag, rank=groups.context_rank, padded_length=padded)
+        self.parts = [self._part(place) for place in range(len(self.lengths))]
 
     def of_lists(self, lists: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
         """The host's per-token lists, one tensor per sample, as float32 ``[T]`` each in the order of the logits."""
@@ -72,8 +79,7 @@ class HostRows:
         mine = torch.from_numpy(self.slots.response_rows).to(first.device)
         return dict(zip(joined, whole[:, mine], strict=True))
 
-    def of_sample(self, place: int) -> slice | np.ndarray:
-        """Rows of one sample's response that are scored here."""
+    def _part(self, place: int) -> slice | np.ndarray:
         rows = self.slots.response_rows_of(place)
         return slice(None) if len(rows) == self.lengths[place] else rows
 
@@ -87,7 +93,7 @@ def loss_batch(run: argparse.Namespace, batch: Mapping[str, Any], rows: HostRows
     """
     names = ("advantages", "rollout_log_probs", *(("ref_log_probs",) if run.use_kl_loss else ()))
     scalars = rows.of_lists({name: batch[name] for name in names})
-    masks = [mask[_on(rows.of_sample(i), mask)] for i, mask in enumerate(batch["loss_masks"])]
+    masks = [mask[_on(part, mask)] for part, mask in zip(rows.parts, batch["loss_masks"], strict=True)]
     return LossBatch(
         selected_ids=_selected_ids(batch, rows, device),
         weights=_weights(run, batch, masks, device),
@@ -95,7 +101,7 @@ def loss_batch(run: argparse.Namespace, batch: Mapping[str, Any], rows: HostRows
         advantages=scalars["advantages"].to(device),
         rollout_log_probs=scalars["rollout_log_probs"].to(device),
         candidate_log_probs=_join(
-            [np.asarray(values)[rows.of_sample(i)] for i, values in enumerate(batch["rollout_topk_log_probs"])]
+            [np.asarray(values)[part] for part, values in zip(rows.parts, batch["rollout_topk_log_probs"], strict=True)]
         ).to(device, torch.float32),
         ref_log_probs=scalars["ref_log_probs"].to(device) if run.use_kl_loss else None,
         logit_rows=rows.slots.rows,
@@ -117,10 +123,9 @@ def _weights(run: argparse.Namespace, batch: Mapping[str, Any], masks: Sequence[
 
 def _selected_ids(batch: Mapping[str, Any], rows: HostRows, device: torch.device) -> Tensor:
     """int64 ``[T, 1+K]``; candidates are gathered on the CPU, so that only this rank's rows travel, as int32."""
-    mine = [rows.of_sample(place) for place in range(len(rows.lengths))]
     responses = [tokens[len(tokens) - n :] for tokens, n in zip(batch["unconcat_tokens"], rows.lengths, strict=True)]
-    sampled = torch.cat([tokens[_on(part, tokens)] for tokens, part in zip(responses, mine, strict=True)])
-    candidates = _join([recorded_ids(batch, place, part) for place, part in enumerate(mine)])
+    sampled = torch.cat([tokens[_on(part, tokens)] for tokens, part in zip(responses, rows.parts, strict=True)])
+    candidates = _join([recorded_ids(batch, place, part) for place, part in enumerate(rows.parts)])
     return torch.cat([sampled[:, None].to(device), candidates.to(device)], dim=1)
 
 

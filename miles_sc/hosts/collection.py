@@ -80,8 +80,11 @@ async def whole_generate(wrapped: Any, instance: Any, args: tuple[Any, ...], kwa
 
 async def generate_post(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around ``post(url, payload, ...)`` where that function sees it."""
-    call, asked = _CALL.get(), bound(wrapped, args, kwargs)
-    if call is None or not asked["url"].endswith("/generate"):
+    call = _CALL.get()
+    if call is None:
+        return await wrapped(*args, **kwargs)
+    asked = bound(wrapped, args, kwargs)
+    if not asked["url"].endswith("/generate"):
         return await wrapped(*args, **kwargs)
     output = await wrapped(**{**asked, "payload": configured(call.run, call.config, asked["payload"])})
     call.rows = PendingRows(call.run, call.config, call.sample, meta_info_of(output))

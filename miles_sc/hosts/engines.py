@@ -4,12 +4,10 @@ import argparse
 import asyncio
 import importlib.metadata
 import logging
-import threading
-from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from miles_sc.arguments import ORIGINAL_LOGPROB_VARIABLE
-from miles_sc.config import ScoreCenteringConfig
 from miles_sc.hosts.run import bound, is_asked_for, producer_vocabulary, recording
 
 logger = logging.getLogger(__name__)
@@ -29,21 +27,22 @@ def engine_environment(wrapped: Any, instance: Any, args: tuple[Any, ...], kwarg
 def engines_started(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around ``start_session_server(args)``, which the rollout manager calls once its engines and router are up."""
     result = wrapped(*args, **kwargs)
-    run = bound(wrapped, args, kwargs)["args"]
-    config = recording(run)
-    if config is not None:
-        _in_a_loop_of_its_own(examine_router(run, config))
+    examine_router(bound(wrapped, args, kwargs)["args"])
     return result
 
 
-async def examine_router(run: argparse.Namespace, config: ScoreCenteringConfig) -> None:
-    """
+def examine_router(run: argparse.Namespace) -> None:
+    """Where the run records.
+
     Raises:
         ValueError: a route that degrades; every finding and its remedy are named.
     """
     from miles_sc.rollout.engines.sglang.client import ClientSettings
     from miles_sc.rollout.probe import Examination, examine_endpoint, raise_on_failure
 
+    config = recording(run)
+    if config is None:
+        return
     endpoint = f"http://{run.sglang_router_ip}:{run.sglang_router_port}"
     sessions = bool(getattr(run, "use_session_server", False))
     wanted = Examination(
@@ -52,26 +51,10 @@ async def examine_router(run: argparse.Namespace, config: ScoreCenteringConfig) 
         client=ClientSettings(request_timeout=120.0, attempts=2),
         vocab_size=producer_vocabulary(run),
     )
-    report = await examine_endpoint(endpoint, wanted)
+    with ThreadPoolExecutor(max_workers=1) as thread:  # the caller's may run a loop already
+        report = thread.submit(asyncio.run, examine_endpoint(endpoint, wanted)).result()
     raise_on_failure(report.findings)
     logger.info("%s delivers %d candidates per token", endpoint, config.top_logprobs_num)
-
-
-def _in_a_loop_of_its_own(work: Coroutine[Any, Any, None]) -> None:
-    """The caller is no coroutine, and its thread may run a loop already."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            asyncio.run(work)
-        except BaseException as error:  # raised again in the caller's thread
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="miles-sc-examination")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
 
 
 # --- whether every node has the plugin
@@ -80,19 +63,19 @@ def _in_a_loop_of_its_own(work: Coroutine[Any, Any, None]) -> None:
 def nodes_ready(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around the driver's creation of the rollout manager, its first actor."""
     if is_asked_for(bound(wrapped, args, kwargs)["args"]):
-        check_nodes(wrapped.__module__.split(".")[0])
+        check_nodes()
     return wrapped(*args, **kwargs)
 
 
-def check_nodes(package: str) -> None:
-    """Asks a Ray worker on every node whether the plugin would enter a host there.
+def check_nodes() -> None:
+    """Asks a Ray worker on every node for the plugin and its hook.
 
     Raises:
         ValueError: the nodes where it would not, and what to do.
     """
     ours = importlib.metadata.version("miles-sc")
     broken = []
-    for node, told in ask_nodes(package).items():
+    for node, told in ask_nodes().items():
         if told["version"] is None:
             broken.append(f"node {node} has no miles_sc in {told['python']}")
         elif told["version"] != ours:
@@ -106,17 +89,17 @@ def check_nodes(package: str) -> None:
         )
 
 
-def ask_nodes(package: str, *, enter: bool = False) -> dict[str, dict[str, Any]]:
+def ask_nodes(*, host: str | None = None) -> dict[str, dict[str, Any]]:
     """What a Ray worker says of itself, by ``host name (address)``; Ray must be connected.
 
     Args:
-        enter: import the host there, and say whether the plugin has entered it.
+        host: import this one there, and say whether the plugin has ``entered`` it.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     # Nested, so that it is carried by value: a node without the package could not import it from here.
-    def describe(package: str, enter: bool) -> dict[str, Any]:
+    def describe(host: str | None) -> dict[str, Any]:
         import importlib
         import importlib.metadata
         import sys
@@ -127,13 +110,14 @@ def ask_nodes(package: str, *, enter: bool = False) -> dict[str, dict[str, Any]]
             version = None
         startup = sys.modules.get("miles_sc.hosts.startup")
         told = {"version": version, "python": sys.executable, "watching": startup is not None and startup.is_watching()}
-        if enter:
-            try:
-                importlib.import_module(package)
-            except ImportError as error:
-                return told | {"entered": False, "error": str(error)}
+        if host is None:
+            return told
+        try:
+            importlib.import_module(host)
+        except ImportError as error:
+            return told | {"entered": False, "error": str(error)}
         activation = sys.modules.get("miles_sc.hosts.activation")
-        active = activation and activation.activation(package)
+        active = activation and activation.activation(host)
         return told | {"entered": bool(active and not active.faults)}
 
     ask = ray.remote(num_cpus=0)(describe)
@@ -141,7 +125,7 @@ def ask_nodes(package: str, *, enter: bool = False) -> dict[str, dict[str, Any]]
         f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})": node["NodeID"] for node in ray.nodes() if node["Alive"]
     }
     asked = [
-        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(package, enter)
+        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(host)
         for node_id in nodes.values()
     ]
     return dict(zip(nodes, ray.get(asked, timeout=300), strict=True))

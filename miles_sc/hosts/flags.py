@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from miles_sc import __version__
 from miles_sc.arguments import add_score_centering_arguments, validate_score_centering_arguments
 from miles_sc.config import LOSS_TYPE, ScoreCenteringConfig
-from miles_sc.hosts.activation import activation
+from miles_sc.hosts.activation import Activation, activation
 from miles_sc.hosts.run import PROVIDER, bound, is_asked_for, is_centered, is_observed, producer_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -73,17 +74,38 @@ def check_run(run: argparse.Namespace, *, package: str) -> None:
     Raises:
         ValueError: the flag, its value and what to set; or a host whose seams are not as this plugin knows them.
     """
+    _refuse_unknown_names(run)
     if not (is_centered(run) or is_observed(run)):
         _refuse_idle_flags(run)
     if not is_asked_for(run):
         return
-    activation(package).require()
+    active = activation(package)
+    active.require()
     validate_score_centering_arguments(run)
     config = ScoreCenteringConfig.from_args(run)
     if (vocab_size := producer_vocabulary(run)) is not None:
         config.check_vocabulary(vocab_size)
     if config.mode == "support":
         _check_support_is_reported(run, config)
+    _say_what_is_on(run, config, active)
+
+
+def _say_what_is_on(run: argparse.Namespace, config: ScoreCenteringConfig, active: Activation) -> None:
+    logger.info(
+        "miles_sc %s has entered %s (%s): --loss-type %s%s, %d candidates per token, importance weights %s",
+        __version__, active.host.package, active.version, run.loss_type, ", observed" if is_observed(run) else "",
+        config.top_logprobs_num, config.importance_sampling,
+    )  # fmt: skip
+    if not (is_centered(run) or is_observed(run)):
+        logger.warning(
+            "--rollout-top-logprobs-num %d with --loss-type %s: candidates are recorded and no loss reads them; add --loss-type "
+            "%s or --score-centering-observe, unless this run only records", config.top_logprobs_num, run.loss_type, LOSS_TYPE,
+        )  # fmt: skip
+    if getattr(run, "train_backend", None) == "fsdp" and getattr(run, "calculate_per_token_loss", False):
+        logger.warning(
+            "--calculate-per-token-loss with --train-backend fsdp: this host does not divide such a loss by its tokens there, "
+            "whatever the loss; leave the flag out"
+        )
 
 
 def check_takeover(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,10 +128,24 @@ def check_takeover(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, 
     return result
 
 
-def _refuse_idle_flags(run: argparse.Namespace) -> None:
+def _our_defaults() -> dict[str, Any]:
     ours = argparse.ArgumentParser()
     add_score_centering_arguments(ours)
-    for name, default in vars(ours.parse_args([])).items():
+    return vars(ours.parse_args([]))
+
+
+def _refuse_unknown_names(run: argparse.Namespace) -> None:
+    """A configuration file sets whatever it names, of whatever type."""
+    known = {name: value for name, value in _our_defaults().items() if name.startswith("score_centering_")}
+    for name, value in vars(run).items():
+        if name.replace("-", "_").startswith("score_centering_") and name not in known:
+            raise ValueError(f"{name} = {value!r}: nothing reads it; the names in a configuration file are {', '.join(known)}")
+        if isinstance(known.get(name), bool) and not isinstance(value, bool):
+            raise ValueError(f"{name} = {value!r}: set true or false")
+
+
+def _refuse_idle_flags(run: argparse.Namespace) -> None:
+    for name, default in _our_defaults().items():
         if name.startswith("score_centering_") and getattr(run, name, default) != default:
             flag = "--" + name.replace("_", "-")
             raise ValueError(

@@ -1,19 +1,14 @@
-"""The loss inside a host: dispatched by name, fed by the host's logits and groups, watched until the optimizer's step."""
+"""The loss inside a host: fed by the host's logits and groups, and watched until the optimizer's step."""
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from miles_sc.config import LOSS_TYPE, ScoreCenteringConfig
-from miles_sc.hosts.activation import activation
 from miles_sc.hosts.batch import HostGroups, HostRows, describe_row, loss_batch
-from miles_sc.hosts.run import PROVIDER, bound, is_centered, is_observed
 from miles_sc.hosts.train_data import check_received
 from miles_sc.loss.batch import LossBatch, LossOutput, LossSettings
 from miles_sc.loss.finite_guard import FiniteGuard
@@ -25,8 +20,6 @@ from miles_sc.loss.score_centering.loss import observe
 # What a host averages itself, as it does its other losses' numbers; the rest is averaged with its worst cases beside it.
 _HOSTS_METRICS = ("loss", "pg_loss", "entropy_loss", "kl_loss")
 _SEEN = "miles_sc_seen"  # in a batch: recomputation of the loss passes it twice
-
-HostLoss = Callable[[argparse.Namespace, dict[str, Any], Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Step:
@@ -49,27 +42,13 @@ class Step:
 STEP = Step()
 
 
-def dispatch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostLoss:
-    """Around ``get_loss_function(args)``; a later Miles gives it the name of another loss for single requests."""
-    call = bound(wrapped, args, kwargs)
-    run = call.pop("args")
-    active = activation(wrapped.__module__.split(".")[0])
-    provider = getattr(run, PROVIDER, "host" if active.own_loss else "miles_sc")
-    if is_centered(run) and provider == "miles_sc" and not any(call.values()):
-        active.require()
-        ours = partial(centered_loss, groups=miles_groups)
-        return _checked_at_once(ours) if active.own_loss else ours
-    function = wrapped(*args, **kwargs)
-    return _observed(function) if is_observed(run) else function
-
-
 def centered_loss(
     run: argparse.Namespace,
     batch: dict[str, Any],
     logits: Tensor,
     sum_of_sample_mean: Callable[[Tensor], Tensor],
     *,
-    groups: Callable[[], HostGroups],
+    groups: HostGroups,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The ``score_centering`` loss in a host's calling convention.
 
@@ -83,7 +62,7 @@ def centered_loss(
     Returns:
         The micro-batch's summed loss, which the host scales, and the numbers that the host averages.
     """
-    rows, settings, given = _prepared(run, batch, logits, groups())
+    rows, settings, given = _prepared(run, batch, logits, groups)
     first = not batch.get(_SEEN)
     batch[_SEEN] = True
     # a second pass repeats what the first has reported
@@ -97,32 +76,11 @@ def centered_loss(
     return output.loss, _for_the_host(output, given)
 
 
-def _checked_at_once(function: HostLoss) -> HostLoss:
-    """Where the plugin takes the loss alone over, it does not know when the optimizer steps: one host sync per micro-batch."""
-
-    def checked(run: argparse.Namespace, batch: dict[str, Any], logits: Tensor, reduce: Callable[[Tensor], Tensor]) -> Any:
-        result = function(run, batch, logits, reduce)
-        STEP.guard.raise_if_tripped()
-        return result
-
-    return checked
-
-
-def _observed(function: HostLoss) -> HostLoss:
-    """Another loss with the diagnostics beside it; its value and gradient stay as they are."""
-
-    def observed(run: argparse.Namespace, batch: dict[str, Any], logits: Tensor, reduce: Callable[[Tensor], Tensor]) -> Any:
-        watch_drift(run, batch, logits, groups=miles_groups)
-        return function(run, batch, logits, reduce)
-
-    return observed
-
-
-def watch_drift(run: argparse.Namespace, batch: dict[str, Any], logits: Tensor, *, groups: Callable[[], HostGroups]) -> None:
+def watch_drift(run: argparse.Namespace, batch: dict[str, Any], logits: Tensor, *, groups: HostGroups) -> None:
     """The diagnostics of one micro-batch; its logits get no gradient from it."""
     if not batch.get(_SEEN):
         batch[_SEEN] = True
-        rows, settings, given = _prepared(run, batch, logits.detach(), groups())
+        rows, settings, given = _prepared(run, batch, logits.detach(), groups)
         STEP.add(observe(given, logits.detach().flatten(0, 1), settings), given)
 
 
@@ -156,19 +114,6 @@ def loss_settings(run: argparse.Namespace, groups: HostGroups) -> LossSettings:
     )
 
 
-def miles_groups() -> HostGroups:
-    """Miles's parallel state."""
-    from miles.backends.training_utils.parallel import get_parallel_state
-
-    state = get_parallel_state()
-    return HostGroups(
-        tensor=state.tp.group if state.tp.size > 1 else None,
-        context=state.cp.group if state.cp.size > 1 else None,
-        context_rank=state.cp.rank,
-        context_size=state.cp.size,
-    )
-
-
 # --- between the last backward and the optimizer's step
 
 
@@ -182,30 +127,3 @@ def forward_backward(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs:
         return result
 
     return checked
-
-
-def train_core(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Around the FSDP actor's ``_train_core``: the same, by a hook of its torch optimizer."""
-    with _before_each_step(instance.optimizer):
-        return wrapped(*args, **kwargs)
-
-
-@contextmanager
-def _before_each_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    handle = optimizer.register_step_pre_hook(lambda *_: STEP.guard.raise_if_tripped())
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def step_metrics(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
-    """Around ``aggregate_train_losses``, which every rank with a loss calls once a step: adds what a sum cannot say.
-
-    Under independent data parallelism these numbers are of one replica: its groups are none that torch reduces over.
-    """
-    from miles.backends.training_utils.parallel import get_parallel_state
-
-    reduced = wrapped(*args, **kwargs)
-    # beside another loss, a number of the same name stays the host's
-    return {**STEP.take_metrics(get_parallel_state().intra_dp_cp.group), **reduced}

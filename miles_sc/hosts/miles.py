@@ -2,10 +2,12 @@
 
 from miles_sc.hosts.seams import Host, Seam, Wrappers
 
-collection, engines, flags, loss, miles_session, rollout_metrics, sample, train_data = (
+collection, engines, flags, loss, miles_session, miles_training, rollout_metrics, sample, train_data = (
     Wrappers(f"miles_sc.hosts.{name}")
-    for name in ("collection", "engines", "flags", "loss", "miles_session", "rollout_metrics", "sample", "train_data")
-)
+    for name in (
+        "collection", "engines", "flags", "loss", "miles_session", "miles_training", "rollout_metrics", "sample", "train_data",
+    )
+)  # fmt: skip
 
 _ARGUMENTS = "miles.utils.arguments"
 _CONVERSION = "miles.ray.rollout.train_data_conversion"
@@ -196,7 +198,7 @@ _TRAIN_DATA = (
 _LOSS = (
     Seam(
         f"{_TRAINING}.loss_hub.losses", "get_loss_function", "the loss is unknown", parameters=("args",),
-        rests_on=("loss_type", "policy_loss"), wrap=loss.dispatch,
+        rests_on=("loss_type", "policy_loss"), wrap=miles_training.dispatch,
     ),
     Seam(
         f"{_TRAINING}.loss", "loss_function", "the loss is scaled in a way that we do not know",
@@ -205,7 +207,7 @@ _LOSS = (
     ),
     Seam(
         f"{_TRAINING}.log_utils", "aggregate_train_losses", "worst cases are not logged", parameters=("losses_reduced",),
-        rests_on=("keys", "values"), wrap=loss.step_metrics,
+        rests_on=("keys", "values"), wrap=miles_training.step_metrics,
     ),
     Seam(
         f"{_TRAINING}.parallel", "ParallelState", "the loss does not know its groups",
@@ -223,7 +225,7 @@ _LOSS = (
     Seam(
         "miles.backends.fsdp_utils.actor", "FSDPTrainRayActor._train_core", "a broken token is trained on",
         parameters=("self", "rollout_id", "rollout_data"), rests_on=("optimizer", "step", "advantages", "get_batch"),
-        wrap=loss.train_core,
+        wrap=miles_training.train_core,
     ),
 )  # fmt: skip
 
@@ -241,11 +243,11 @@ def _takeover(losses: str, metrics: str) -> tuple[Seam, ...]:
         ),
         Seam(
             f"{_TRAINING}.{losses}", "get_loss_function", "the loss is the host's", parameters=("args",),
-            rests_on=("loss_type", "score_centering"), wrap=loss.dispatch,
+            rests_on=("loss_type", "score_centering"), wrap=miles_training.dispatch,
         ),
         Seam(
             f"{_TRAINING}.{metrics}", "aggregate_train_losses", "worst cases are not logged", parameters=("losses_reduced",),
-            rests_on=("keys", "values"), wrap=loss.step_metrics,
+            rests_on=("keys", "values"), wrap=miles_training.step_metrics,
         ),
         Seam(f"{_TRAINING}.parallel", "ParallelState", "the loss does not know its groups", rests_on=("tp", "cp", "intra_dp_cp")),
     )  # fmt: skip
@@ -253,7 +255,6 @@ def _takeover(losses: str, metrics: str) -> tuple[Seam, ...]:
 
 HOST = Host(
     package="miles",
-    landmark=_ARGUMENTS,
     entry=_ARGUMENTS,
     seams=(*_COMMAND_LINE, *_START, *_SAMPLE, *_GENERATION, *_SESSIONS, *_TRAIN_DATA, *_LOSS),
     own_loss="score_centering",

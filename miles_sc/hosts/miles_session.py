@@ -10,14 +10,14 @@ import orjson
 
 from miles_sc.hosts.collection import EVALUATING, asks_for_rows, configured, read_engine
 from miles_sc.hosts.run import bound, recording
+from miles_sc.rollout.answer_fields import CANDIDATE_FIELDS
 from miles_sc.rollout.recorded_rows import FIELDS, RecordedRows
-from miles_sc.rollout.session.proxy import CANDIDATE_FIELDS
+from miles_sc.rollout.session.proxy import Wishes, with_token_texts
 from miles_sc.sampling_support import SamplingSupport
 
 _IDS, _LOG_PROBS, _SUPPORT = FIELDS
 # How the arrays travel beside the fields that Miles knows: name, type.
 WIRE = {_IDS: np.int32, _LOG_PROBS: np.float32, f"{_SUPPORT}_ids": np.int32, f"{_SUPPORT}_offsets": np.int64}
-_FLAT_FORM = ("return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs_b64")
 # Alternatives per token that the client of the call in hand asked for; None while its call is not recorded.
 _ALTERNATIVES: ContextVar[int | None] = ContextVar("miles_sc_alternatives", default=None)
 
@@ -97,20 +97,14 @@ def prepare_chat_request(wrapped: Any, instance: Any, args: tuple[Any, ...], kwa
     if config is None or EVALUATING.get():
         return request, stream, tokenizer
     refusal = wrapped.__globals__["MessageValidationError"]
-    alternatives = request.get("top_logprobs") or 0
     try:
+        wishes = Wishes.of(request)
         recorded = configured(run, config, request, openai=True)
-        if alternatives and (config.mode == "support" or alternatives > config.top_logprobs_num):
-            raise ValueError(
-                f"top_logprobs = {alternatives}: the run records --rollout-top-logprobs-num {config.top_logprobs_num}"
-                f"{' of filtered sampling' if config.mode == 'support' else ''}; ask for fewer, or leave it out"
-            )
+        if wishes.top_logprobs:
+            recorded = with_token_texts(config, recorded, wishes)
     except ValueError as error:
         raise refusal(str(error)) from error
-    if alternatives:  # the flat form carries no token texts, which the client is to see
-        for name in _FLAT_FORM:
-            recorded.pop(name, None)
-    _ALTERNATIVES.set(alternatives)
+    _ALTERNATIVES.set(wishes.top_logprobs)
     return recorded, stream, tokenizer
 
 
@@ -176,19 +170,10 @@ def encode_samples(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _for_the_wire(sample: Any) -> Any:
-    written, rows = copy.copy(sample), RecordedRows.of(sample)
-    support = None if rows is None else rows.support
-    for name, value in zip(
-        WIRE,
-        (
-            None if rows is None else rows.candidates.token_ids,
-            None if rows is None else rows.candidates.log_probs,
-            None if support is None else support.ids,
-            None if support is None else support.offsets,
-        ),
-        strict=True,
-    ):
-        setattr(written, name, value)
+    """The candidates are fields of it already; a support travels as its two arrays."""
+    written, support = copy.copy(sample), sample.rollout_sampling_mask
+    written.rollout_sampling_mask_ids = None if support is None else support.ids
+    written.rollout_sampling_mask_offsets = None if support is None else support.offsets
     return written
 
 

@@ -1,13 +1,13 @@
 """Whether the plugin enters an installed host: in this process, and in a Ray worker on every node."""
 
 import importlib
+import os
 
 from rich.console import Console
-from rich.table import Table
 
 from miles_sc import __version__
 from miles_sc.hosts import startup
-from miles_sc.hosts.activation import activation
+from miles_sc.hosts.activation import activation, known_host
 from miles_sc.hosts.engines import ask_nodes
 
 
@@ -19,7 +19,11 @@ def print_host(package: str, console: Console) -> int:
     """
     console.print(f"miles_sc {__version__}; its start-up hook is {'on' if startup.is_watching() else 'OFF'} in this process")
     if not startup.is_watching():
-        console.print(f"→ install the package into site-packages (pip install miles-sc), and unset {startup.SWITCH}")
+        said = os.environ.get(startup.SWITCH)
+        remedy = (
+            f"unset {startup.SWITCH} (= {said})" if said else "install the package with pip, which puts its hook in site-packages"
+        )
+        console.print(f"→ {remedy}")
         return 1
     try:
         importlib.import_module(package)
@@ -28,18 +32,17 @@ def print_host(package: str, console: Console) -> int:
         return 1
     active = activation(package)
     if active is None:
-        console.print(f"the package {package} that is installed here is another one: it has no {package}.utils.arguments")
+        console.print(f"the package {package} that is installed here is another one: it has no {known_host(package).entry}")
         return 1
-    console.print(f"{package}: {active.version}", soft_wrap=True)
+    console.print(f"{package}: {active.version}")
     if active.own_loss:
-        console.print("it has a score_centering loss of its own, which trains; --score-centering-provider miles_sc takes it over")
+        taken_over = "--score-centering-provider miles_sc takes it over" if active.seams else "the plugin stays out"
+        console.print(f"it has a score_centering loss of its own, which trains; {taken_over}")
+        if not active.seams:
+            return 0
     faults = {fault.seam.name: fault for fault in active.faults}
-    table = Table(show_edge=False, pad_edge=False)
-    for heading in ("seam", "here"):
-        table.add_column(heading, overflow="fold")
     for seam in active.seams:
-        table.add_row(seam.name, str(faults[seam.name].found) if seam.name in faults else "as it must be")
-    console.print(table)
+        console.print(f"  {seam.name}: {faults[seam.name].found if seam.name in faults else 'as it must be'}")
     entered = not faults
     console.print(f"{len(active.seams)} seams, {len(faults)} at fault: the plugin {'enters' if entered else 'stays out'} here")
     return 0 if entered and _nodes_are_ready(package, console) else 1
@@ -52,14 +55,16 @@ def _nodes_are_ready(package: str, console: Console) -> bool:
     if started:
         try:
             ray.init(address="auto", log_to_driver=False)
-        except ConnectionError:  # no cluster is running: a worker of this machine is asked
+        except ConnectionError:
+            console.print("no Ray cluster is running, so this machine alone is asked; start it (ray start) to ask every node")
             ray.init(log_to_driver=False)
     try:
-        nodes = ask_nodes(package, enter=True)
+        address, nodes = ray.get_runtime_context().gcs_address, ask_nodes(host=package)
     finally:
         if started:
             ray.shutdown()
+    console.print(f"Ray cluster at {address}:")
     for node, told in nodes.items():
         state = "enters it there" if told["entered"] else f"does NOT enter it there {told.get('error', '')}"
-        console.print(f"Ray worker on {node}: miles_sc {told['version'] or 'is not installed'}; {state}", soft_wrap=True)
+        console.print(f"  worker on {node}, {told['python']}: miles_sc {told['version'] or 'is not installed'}; {state}")
     return all(told["entered"] for told in nodes.values())

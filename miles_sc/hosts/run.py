@@ -25,7 +25,8 @@ def is_centered(run: argparse.Namespace) -> bool:
 
 def is_observed(run: argparse.Namespace) -> bool:
     """Whether the run watches the drift beside another loss."""
-    return bool(getattr(run, "score_centering_observe", False))
+    # a critic, whose actor sets this, has no distribution
+    return bool(getattr(run, "score_centering_observe", False)) and getattr(run, "loss_type", None) != "value_loss"
 
 
 def is_asked_for(run: argparse.Namespace) -> bool:

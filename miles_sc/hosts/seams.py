@@ -68,15 +68,13 @@ class Host:
 
     Attributes:
         package: what is imported.
-        landmark: a module that this package has and a stranger of the same name has not.
-        entry: the module that reads the command line.
+        entry: the module that reads the command line; a stranger of the same name has none.
         seams: all of them; either every one is as it must be, or none is touched.
         own_loss: a string that stands in ``entry`` where the host has a score centering of its own.
         takeover: the seams used there, for each way that such a host may be laid out; the first that fits counts.
     """
 
     package: str
-    landmark: str
     entry: str
     seams: tuple[Seam, ...]
     own_loss: str = ""
@@ -86,8 +84,12 @@ class Host:
 class HostSource:
     """The source of an installed host, read and never run."""
 
-    def __init__(self, package: str, directories: Sequence[str]) -> None:
-        self.package, self.directories = package, tuple(directories)
+    def __init__(self, directories: Sequence[str]) -> None:
+        """
+        Args:
+            directories: of its package.
+        """
+        self.directories = tuple(directories)
 
     def has(self, module: str) -> bool:
         return self._path(module) is not None
@@ -117,7 +119,8 @@ class HostSource:
         body = _definition(tree, seam.within) if seam.within else node
         if body is None:
             return f"there is no {seam.within} in its module"
-        if missing := [name for name in seam.rests_on if name not in _mentioned(body)]:
+        mentioned = _mentioned(body) if seam.rests_on else frozenset()
+        if missing := [name for name in seam.rests_on if name not in mentioned]:
             return f"{seam.within or 'its source'} no longer mentions {', '.join(missing)}"
         return None
 

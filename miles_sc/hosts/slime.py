@@ -162,7 +162,6 @@ _LOSS = (
 
 HOST = Host(
     package="slime",
-    landmark=_ARGUMENTS,
     entry=_ARGUMENTS,
     seams=(*_COMMAND_LINE, *_START, *_GENERATION, *_TRAIN_DATA, *_LOSS),
     own_loss="score_centering",

@@ -1,7 +1,6 @@
 """Slime's rollout side: what it may be started with, what its engine is asked, its Sample, its manager's train data."""
 
 import argparse
-import asyncio
 import os
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -15,7 +14,7 @@ from miles_sc.hosts.engines import examine_router
 from miles_sc.hosts.run import bound, is_asked_for, recording
 from miles_sc.hosts.sample import append_observation
 from miles_sc.hosts.train_data import KEYS, recorded_columns
-from miles_sc.rollout.session.proxy import CANDIDATE_FIELDS
+from miles_sc.rollout.answer_fields import CANDIDATE_FIELDS
 
 STREAMING = "slime.rollout.sglang_streaming_rollout.generate_streaming"
 
@@ -49,17 +48,22 @@ def check_run(run: argparse.Namespace) -> None:
     Raises:
         ValueError: the flag, its value and what to set.
     """
-    if is_asked_for(run) and run.rollout_top_p != 1.0:
+    if is_asked_for(run):
+        _refuse_what_slime_cannot(run)
+    flags.check_run(run, package="slime")
+
+
+def _refuse_what_slime_cannot(run: argparse.Namespace) -> None:
+    if run.rollout_top_p != 1.0:
         raise ValueError(
             f"--rollout-top-p {run.rollout_top_p}: Slime replays a nucleus of its own, from an SGLang of its own, and its "
             "converter demands it of every sample; set --rollout-top-p 1.0"
         )
-    if is_asked_for(run) and run.custom_generate_function_path == STREAMING:
+    if run.custom_generate_function_path == STREAMING:
         raise ValueError(
             f"--custom-generate-function-path {STREAMING}: each chunk of a stream repeats all candidates so far, a traffic that "
             "grows with the square of the response; leave it out, Slime's own generate function brings the same samples"
         )
-    flags.check_run(run, package="slime")
 
 
 # --- the engines
@@ -90,8 +94,8 @@ async def post(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[
     run = _GENERATING.get()
     if run is None:
         return await wrapped(*args, **kwargs)
-    url, payload, *rest = args
-    return await wrapped(url, configured(run, recording(run), payload), *rest, **kwargs)
+    asked = bound(wrapped, args, kwargs)
+    return await wrapped(**{**asked, "payload": configured(run, recording(run), asked["payload"])})
 
 
 def append_response_tokens(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,9 +133,8 @@ class RecordingManager:
 
     def __init__(self, args: argparse.Namespace, pg: Any) -> None:
         super().__init__(args, pg)
-        config = recording(args)
-        if config is not None and self.rollout_engines:
-            asyncio.run(examine_router(args, config))
+        if self.rollout_engines:
+            examine_router(args)
 
     def _convert_samples_to_train_data(self, samples: list[Any]) -> dict[str, Any]:
         data = super()._convert_samples_to_train_data(samples)

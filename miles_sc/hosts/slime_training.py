@@ -37,30 +37,23 @@ def loss_function(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: di
     if is_centered(run):
         activation("slime").require()
         return wrapped(**{**call, "args": as_custom_loss(run)})
-    if is_observed(run) and run.loss_type != "value_loss":  # a critic has no distribution
-        loss.watch_drift(packed(run), call["batch"], call["logits"], groups=megatron_groups)
+    if is_observed(run):
+        loss.watch_drift(run, call["batch"], call["logits"], groups=megatron_groups())
     return wrapped(*args, **kwargs)
 
 
 def as_custom_loss(run: argparse.Namespace) -> argparse.Namespace:
     """A run whose custom loss is :func:`centered_loss`."""
-    custom = packed(run)
+    custom = copy.copy(run)
     custom.loss_type, custom.custom_loss_function_path = "custom_loss", f"{__name__}.{centered_loss.__name__}"
     return custom
-
-
-def packed(run: argparse.Namespace) -> argparse.Namespace:
-    """A run that says how its micro-batches lie: Slime packs them all, and so has no flag for it."""
-    said = copy.copy(run)
-    said.qkv_format = "thd"
-    return said
 
 
 def centered_loss(
     run: argparse.Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The ``score_centering`` loss as one of Slime's custom losses."""
-    return loss.centered_loss(run, batch, logits, sum_of_sample_mean, groups=megatron_groups)
+    return loss.centered_loss(run, batch, logits, sum_of_sample_mean, groups=megatron_groups())
 
 
 def step_metrics(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:

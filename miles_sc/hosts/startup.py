@@ -1,6 +1,6 @@
 """Watches for a host being imported. Runs at the start of every interpreter of this environment, so it is next to nothing.
 
-``miles_sc_hosts.pth`` in site-packages imports this module. What it leaves behind is one entry on ``sys.meta_path``, which
+``miles_sc_hosts.pth`` in site-packages calls :func:`watch`. What it leaves behind is one entry on ``sys.meta_path``, which
 imports the plugin when a host appears and finds no module itself. ``MILES_SC_HOSTS=off`` in the environment keeps it away.
 """
 
@@ -31,6 +31,3 @@ def watch() -> None:
     """Idempotent; does nothing where the environment says off."""
     if os.environ.get(SWITCH, "").strip().lower() not in ("off", "0", "false", "no") and not is_watching():
         sys.meta_path.insert(0, HostWatcher)
-
-
-watch()

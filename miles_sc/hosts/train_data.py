@@ -117,8 +117,7 @@ def check_received(data: Mapping[str, Any]) -> None:
     Raises:
         ValueError: rollout data without candidates.
     """
-    if data.get("rollout_topk_log_probs") is None or data.get("rollout_log_probs") is None:
-        missing = [key for key in ("rollout_topk_log_probs", "rollout_log_probs") if data.get(key) is None]
+    if missing := [key for key in ("rollout_topk_log_probs", "rollout_log_probs") if data.get(key) is None]:
         raise ValueError(
             f"rollout data came to {socket.gethostname()} without {', '.join(missing)}: the process that converted it ran "
             "without miles_sc. Install it on every node, in the environment of Ray's workers (`miles-sc doctor --host NAME` "

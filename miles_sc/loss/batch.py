@@ -15,7 +15,8 @@ class LossBatch:
 
     Attributes:
         selected_ids: int64 ``[T, 1+K]``, the sampled token and its candidates, -1 in unused slots; K = 0 while recording is off.
-        weights: ``[T]``, the share of each row in the loss; they sum to 1 over all active rows of the optimizer step.
+        weights: ``[T]``, the share of each row in the loss; they sum to 1 over all active rows of the optimizer step; a host
+            scales the sum itself.
         active: bool ``[T]``, the loss mask.
         advantages: ``[T]``.
         rollout_log_probs: ``[T]``, log q of the sampled token.

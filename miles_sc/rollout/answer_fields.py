@@ -17,6 +17,9 @@ SHAPE, NULL_PREFIX = f"{NESTED}_shape", f"{NESTED}_null_prefix"
 FLAT_LOG_PROBS, FLAT_IDS = f"{NESTED}_val_flat", f"{NESTED}_idx_flat"
 SUPPORT_IDS, SUPPORT_LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
 
+# What an answer holds of candidates, by the names' beginnings.
+CANDIDATE_FIELDS = (NESTED, "input_top_logprobs", "output_token_sampling")
+
 _ROUTE = (
     "the route between trainer and engine may cap or drop candidates (a router that allows 20 on chat, a layer that does not "
     "know the field, entries merged by token text); ask the engine directly or update that layer"

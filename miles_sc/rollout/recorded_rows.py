@@ -31,10 +31,10 @@ class RecordedRows:
         """A sample's; None where nothing was recorded.
 
         Raises:
-            ValueError: arrays of another kind, or one of the two alone.
+            ValueError: arrays of another kind, or some of them alone.
         """
         ids, log_probs, support = (getattr(sample, name, None) for name in FIELDS)
-        if ids is None and log_probs is None:
+        if ids is None and log_probs is None and support is None:
             return None
         try:
             return cls(Candidates(ids, log_probs), support)

@@ -8,6 +8,8 @@ from miles_sc.config import ScoreCenteringConfig
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _NEUTRAL_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+# Asks for candidates as flat arrays; a server that does not know these answers nested, and both forms are read.
+FLAT_FORM = ("return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs_b64")
 # A native request holds these beside its sampling parameters.
 _BESIDE_NATIVE_SAMPLING = ("custom_logit_processor", "watermark", "lora_path", "session_params", "input_embeds")
 
@@ -58,8 +60,7 @@ def configure_request(
         configured.update(return_sampling_mask=True, sampling_logprobs_mode="support")
     else:
         configured["top_logprobs" if openai else "top_logprobs_num"] = config.top_logprobs_num
-        # a server that does not know these answers nested; both forms are read
-        configured.update(return_flat_raw_output_top_logprobs=True, return_flat_raw_top_logprobs_b64=True)
+        configured.update(dict.fromkeys(FLAT_FORM, True))
     return configured
 
 

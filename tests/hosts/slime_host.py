@@ -20,8 +20,8 @@ def source() -> HostSource | None:
     found = importlib.util.find_spec("slime")
     if found is None or not found.submodule_search_locations:
         return None
-    lying = HostSource("slime", list(found.submodule_search_locations))
-    return lying if lying.has(slime.HOST.landmark) else None
+    lying = HostSource(list(found.submodule_search_locations))
+    return lying if lying.has(slime.HOST.entry) else None
 
 
 @cache

@@ -36,7 +36,7 @@ class StandIn:
 
     def table(self, *seams: Seam, **given: Any) -> Host:
         entry = f"{self.package}.arguments"
-        return Host(**{"package": self.package, "landmark": entry, "entry": entry, "seams": seams, **given})
+        return Host(**{"package": self.package, "entry": entry, "seams": seams, **given})
 
     def enter(self, *seams: Seam, **given: Any) -> Activation | None:
         return enter(self.table(*seams, **given), [str(self.directory)])

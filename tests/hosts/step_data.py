@@ -20,8 +20,7 @@ def rollout_data(seed=0):
     masks[2][3:5] = 0  # an observation
     heads = [rows[:, :K].astype(np.int32) for rows in order]
     head_log_probs = [np.take_along_axis(values, ids, 1) for values, ids in zip(log_q, heads, strict=True)]
-    for ids, values in ((heads[2], head_log_probs[2]),):
-        ids[3:5], values[3:5] = -1, -np.inf
+    heads[2][3:5], head_log_probs[2][3:5] = -1, -np.inf
     return {
         "tokens": tokens,
         "total_lengths": TOTAL,

@@ -217,7 +217,7 @@ def test_other_flags_there_are_the_hosts_affair(host, monkeypatch, words):
 
 
 def test_a_stranger_of_the_same_name_is_ignored(host):
-    table = host.table(host.seam("losses.get_loss_function", wrap=doubled, **PARAMETERS), landmark=f"{host.package}.train.loop")
+    table = host.table(host.seam("losses.get_loss_function", wrap=doubled, **PARAMETERS), entry=f"{host.package}.train.loop")
     assert machinery.enter(table, [str(host.directory)]) is None and activation(host.package) is None
     assert host.load("training").train(POLICY, 3) == 6
 

@@ -142,10 +142,18 @@ def test_the_hosts_own_validation_stands_and_comes_first(parse):
         (LOSS, {"score_centering_tis_clip": -1}, "--score-centering-tis-clip -1"),
         (LOSS, {"advantage_estimator": "ppo"}, "--advantage-estimator ppo"),
         (LOSS, {"use_tis": True}, "--use-tis"),
-        (LOSS, {"rollout_top_logprobs_num": "8"}, "--rollout-top-logprobs-num 8: set a whole number"),
+        (LOSS, {"rollout_top_logprobs_num": "8"}, "--rollout-top-logprobs-num '8': set a whole number"),
         ((), {"loss_type": "score_centering"}, "--rollout-top-logprobs-num 0"),
         (OBSERVED, {"rollout_temperature": 0.0}, "--rollout-temperature 0.0"),
         ((), {"score_centering_is": "tis"}, "--score-centering-is tis"),
+        (
+            LOSS,
+            {"score_centering_importance": "tis"},
+            "score_centering_importance = 'tis': nothing reads it; .*score_centering_is",
+        ),
+        (LOSS, {"score-centering-is": "mis"}, "score-centering-is = 'mis': nothing reads it"),
+        ((), {"score_centering_provider": "miles_sc"}, "score_centering_provider = 'miles_sc': nothing reads it"),
+        ((), {"score_centering_observe": "false"}, "score_centering_observe = 'false': set true or false"),
     ],
 )
 def test_a_file_of_overrides_cannot_slip_past(parse, tmp_path, words, values, message):
@@ -183,8 +191,24 @@ def test_they_are_read_where_the_loss_is_trained_or_observed(parse, words, asked
     parse(*asked, *words)
 
 
-def test_candidates_may_be_recorded_beside_another_loss(parse):
-    assert parse("--rollout-top-logprobs-num", "8").rollout_top_logprobs_num == 8
+@pytest.mark.parametrize(
+    ("words", "values", "warning"),
+    [
+        ((), {}, None),
+        (LOSS, {}, None),
+        (OBSERVED, {}, None),
+        (("--rollout-top-logprobs-num", "8"), {}, "candidates are recorded and no loss reads them"),
+        (LOSS, {"train_backend": "megatron", "calculate_per_token_loss": True}, None),
+        (LOSS, {"train_backend": "fsdp", "calculate_per_token_loss": True}, "does not divide such a loss by its tokens"),
+    ],
+)
+def test_what_is_on_is_said_and_what_is_odd_warned_of(parse, caplog, tmp_path, words, values, warning):
+    caplog.set_level(logging.INFO, logger=flags.__name__)
+    parse(*words, *overrides(tmp_path, **values))
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in lines] == ["INFO"] * bool(words) + ["WARNING"] * bool(warning)
+    assert not words or "8 candidates per token, importance weights none" in lines[0][1]
+    assert warning is None or warning in lines[1][1]
 
 
 @pytest.mark.parametrize("config", [{"vocab_size": 300}, {"text_config": {"vocab_size": 300}}], ids=["flat", "nested"])

@@ -57,7 +57,11 @@ def shift(meta_info):
         meta_info["output_top_logprobs"] = rows[1:] + rows[:1]
 
 
-FAULTS = [(cut, "2"), (drop, "output_top_logprobs"), (shift, "row")]
+FAULTS = [
+    (cut, "2 candidates came and 4 were asked for"),
+    (drop, "output_top_logprobs"),
+    (shift, "the sampled token's log-prob differs by"),
+]
 
 
 @GENERATORS

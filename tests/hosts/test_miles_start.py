@@ -137,28 +137,15 @@ def test_ray_actors_of_miles_are_exported():
 
 
 def test_every_node_is_asked_before_anything_starts(ray_cluster, monkeypatch):
-    (told,) = engines.ask_nodes("miles").values()
-    assert told["watching"] and told["version"] and not told["entered"]
-    engines.check_nodes("miles")
+    (told,) = engines.ask_nodes().values()
+    assert told["watching"] and told["version"]
+    engines.check_nodes()
     for spoiled, error in (
         ({"version": None}, "has no miles_sc in"),
         ({"version": "0.0.1"}, "has miles_sc 0.0.1, and here it is"),
         ({"watching": False}, "the start-up hook of miles_sc is off"),
     ):
-        monkeypatch.setattr(engines, "ask_nodes", lambda package, spoiled=spoiled: {"far (10.0.0.7)": {**told, **spoiled}})
+        monkeypatch.setattr(engines, "ask_nodes", lambda spoiled=spoiled: {"far (10.0.0.7)": {**told, **spoiled}})
         with pytest.raises(ValueError, match=r"node far \(10.0.0.7\)") as refused:
-            engines.check_nodes("miles")
+            engines.check_nodes()
         assert error in str(refused.value) and "nothing was started" in str(refused.value)
-
-
-def test_a_worker_with_the_hook_off_is_found(ray_cluster):
-    """A real worker, in a runtime environment that switches it off."""
-
-    @ray.remote(num_cpus=0, runtime_env={"env_vars": {"MILES_SC_HOSTS": "off"}})
-    def watching():
-        import sys
-
-        startup = sys.modules.get("miles_sc.hosts.startup")
-        return startup is not None and startup.is_watching()
-
-    assert ray.get(watching.remote()) is False

@@ -2,11 +2,15 @@
 
 import importlib.util
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
 
 from miles_sc.hosts import startup
+from miles_sc.hosts.activation import deactivate
 from miles_sc.hosts.report import print_host
 from tests.hosts.miles_host import needs_miles
 
@@ -18,15 +22,43 @@ def told(package):
 
 @pytest.mark.skipif(importlib.util.find_spec("slime") is not None, reason="Slime is installed in this environment")
 def test_a_host_that_is_not_there(monkeypatch):
-    startup.watch()
+    monkeypatch.setattr(sys, "meta_path", [startup.HostWatcher, *sys.meta_path])
     status, text = told("slime")
     assert status == 1 and "slime cannot be imported here" in text
 
 
-def test_a_hook_that_is_off(monkeypatch):
-    monkeypatch.setattr(startup, "is_watching", lambda: False)
-    status, text = told("miles")
-    assert status == 1 and "hook is OFF" in text and "unset MILES_SC_HOSTS" in text
+@pytest.mark.parametrize(
+    ("variable", "remedy"), [("off", "unset MILES_SC_HOSTS (= off)"), (None, "install the package with pip")]
+)
+def test_a_hook_that_is_off(variable, remedy):
+    """Asked in an interpreter that has read no site-packages: the question must not turn the hook on."""
+    program = (
+        f"import sys; sys.path[:0] = {sys.path!r}; from miles_sc.hosts.report import print_host; "
+        "from rich.console import Console; sys.exit(print_host('miles', Console(soft_wrap=True)))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != startup.SWITCH}
+    if variable is not None:
+        environment[startup.SWITCH] = variable
+    done = subprocess.run([sys.executable, "-S", "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "hook is OFF" in done.stdout and remedy in done.stdout, done.stderr
+
+
+def test_a_host_with_a_loss_that_we_do_not_take_over(tmp_path, monkeypatch):
+    """A later Slime."""
+    (tmp_path / "slime" / "utils").mkdir(parents=True)
+    for folder in ("slime", "slime/utils"):
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "slime" / "utils" / "arguments.py").write_text("CHOICES = ['policy_loss', 'score_centering']\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", [startup.HostWatcher, *sys.meta_path])
+    try:
+        status, text = told("slime")
+    finally:
+        deactivate("slime")
+        for name in [name for name in sys.modules if name.split(".")[0] == "slime"]:
+            del sys.modules[name]
+    assert status == 0 and "a score_centering loss of its own, which trains; the plugin stays out" in text
+    assert "enters here" not in text
 
 
 @needs_miles

@@ -24,7 +24,7 @@ def check(tmp_path):
 
 
 def found_in(directories, seam) -> str | None:
-    faults = HostSource(PACKAGE, [str(directory) for directory in directories]).check([seam])
+    faults = HostSource([str(directory) for directory in directories]).check([seam])
     assert [fault.seam for fault in faults] in ([], [seam])
     return faults[0].found if faults else None
 
@@ -241,7 +241,7 @@ def test_source_is_read_as_python_reads_it(check, source):
 
 def test_what_a_module_mentions(tmp_path):
     (tmp_path / "module.py").write_text("parser.add('--flag', choices=[x])")
-    source = HostSource(PACKAGE, [str(tmp_path)])
+    source = HostSource([str(tmp_path)])
     assert source.mentions("pkg.module") == {"parser", "add", "--flag", "choices", "x"}
     assert source.mentions("pkg.gone") == frozenset()
     assert source.has("pkg.module") and not source.has("pkg.gone")
@@ -258,7 +258,7 @@ def test_every_seam_at_fault_is_reported_and_no_other(tmp_path):
         Seam("pkg.gone", "one", "c"),
         Seam("pkg.module", "two", "d"),
     ]
-    assert [fault.seam for fault in HostSource(PACKAGE, [str(tmp_path)]).check(seams)] == seams[1:3]
+    assert [fault.seam for fault in HostSource([str(tmp_path)]).check(seams)] == seams[1:3]
 
 
 def test_a_fault_names_place_finding_and_consequence():

@@ -32,7 +32,7 @@ def test_a_changed_slime_is_noticed(tmp_path):
     changed = tmp_path / "slime" / "backends" / "megatron_utils"
     changed.mkdir(parents=True)
     (changed / "loss.py").write_text("def loss_function(args, batch, logits): ...")
-    faults = "\n".join(str(fault) for fault in HostSource("slime", [str(tmp_path / "slime")]).check(HOST.seams))
+    faults = "\n".join(str(fault) for fault in HostSource([str(tmp_path / "slime")]).check(HOST.seams))
     assert "megatron_utils.loss.loss_function: its parameters are (args, batch, logits)" in faults
     assert "without it the loss is unknown" in faults
     assert "slime.utils.arguments.slime_validate_args: there is no such module" in faults

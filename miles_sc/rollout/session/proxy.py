@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles_sc.config import ScoreCenteringConfig
-from miles_sc.rollout.request import configure_request
+from miles_sc.rollout.answer_fields import CANDIDATE_FIELDS
+from miles_sc.rollout.request import FLAT_FORM, configure_request
 
 # What a session adds to every recorded call; these do not change what is sampled.
 _RECORDING = {"logprobs": True, "return_meta_info": True, "return_prompt_token_ids": True}
-# What meta_info holds of it, by the names' beginnings; the first two are there whenever log-probs are asked for.
+# What meta_info holds of it beside the candidates, whenever log-probs are asked for.
 _LOG_PROBS = ("output_token_logprobs", "input_token_logprobs")
-CANDIDATE_FIELDS = ("output_top_logprobs", "input_top_logprobs", "output_token_sampling")
 _MOST_UNRECORDED = 20
 _NOT_TEXT = ("image", "video", "audio", "file")
 
@@ -83,11 +83,18 @@ def engine_request(config: ScoreCenteringConfig, body: Mapping[str, Any], wishes
         # an engine that is asked for more than its vocabulary holds dies
         raise ValueError(f"top_logprobs = {wishes.top_logprobs}: ask for at most {_MOST_UNRECORDED}, as OpenAI allows")
     if config.top_logprobs_num and wishes.top_logprobs:
-        _check_top_logprobs(config, wishes.top_logprobs)
-        # the flat form carries no token texts, which the client is to see
-        for name in ("return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs_b64"):
-            request.pop(name)
+        request = with_token_texts(config, request, wishes)
     return request
+
+
+def with_token_texts(config: ScoreCenteringConfig, request: Mapping[str, Any], wishes: Wishes) -> dict[str, Any]:
+    """A recording request whose answer a client can be shown alternatives of; the flat form carries no texts.
+
+    Raises:
+        ValueError: more alternatives than are recorded.
+    """
+    _check_top_logprobs(config, wishes.top_logprobs)
+    return {name: value for name, value in request.items() if name not in FLAT_FORM}
 
 
 def added_fields(body: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
