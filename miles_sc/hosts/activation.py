@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib.metadata
+import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ import wrapt
 
 from miles_sc.hosts.seams import Fault, Host, HostSource, Seam
 
-_FLAGS = ("--loss-type score_centering ", "--score-centering-", "--rollout-top-logprobs-num ")
+_RECORD, _OURS = "--rollout-top-logprobs-num", "--score-centering-"
+_FLAGS = ("--loss-type score_centering ", _OURS, f"{_RECORD} ")
 _TAKEOVER_FLAGS = ("--score-centering-provider ",)
 
 
@@ -37,7 +39,7 @@ class Activation:
     own_loss: bool
     seams: tuple[Seam, ...]
     installed: list[str] = field(default_factory=list)
-    _undo: list[Callable[[], None]] = field(default_factory=list)
+    _undo: list[tuple[Seam, Callable[[], None]]] = field(default_factory=list)
     _live: bool = True
     _asked: bool = False
 
@@ -57,19 +59,24 @@ class Activation:
             )
 
     def install(self, module: ModuleType) -> None:
-        """Wraps the seams of a module that has just been imported: all of them, or on a fault none."""
+        """Wraps the seams of a module that has just been imported.
+
+        A fault that shows only now takes back what was wrapped before, but for the guards: a process of Ray is told nothing of
+        the run when it imports, and must not run it without us.
+        """
         mine = [seam for seam in self.seams if seam.module == module.__name__ and (seam.wrap or seam.replace)]
-        if not self._live or self.faults or any(seam.name in self.installed for seam in mine):
+        if not self._live or any(seam.name in self.installed for seam in mine):
             return
-        self.faults += [Fault(seam, found) for seam in mine if (found := _find_fault(module, seam))]
-        if self.faults:
-            self.undo()
-            if self._asked:
-                self.require()
-            return
+        if not self.faults:
+            self.faults += [Fault(seam, found) for seam in mine if (found := _find_fault(module, seam))]
+            if self.faults:
+                self._take_back(lambda seam: not seam.guards)
+                if self._asked:
+                    self.require()
         for seam in mine:
-            self._undo.append(_apply(module, seam))
-            self.installed.append(seam.name)
+            if not self.faults or seam.guards:
+                self._undo.append((seam, _apply(module, seam)))
+                self.installed.append(seam.name)
 
     def refuse_flags(self, module: ModuleType) -> None:
         """At the import of the host's command line: our flags, unknown to its parser where we could not enter, are explained."""
@@ -81,9 +88,14 @@ class Activation:
     def undo(self) -> None:
         """Puts back what was wrapped here. Names that others have bound meanwhile stay wrapped."""
         self._live = False
-        while self._undo:
-            self._undo.pop()()
-        self.installed.clear()
+        self._take_back(lambda seam: True)
+
+    def _take_back(self, chosen: Callable[[Seam], bool]) -> None:
+        for seam, undo in reversed(self._undo):
+            if chosen(seam):
+                undo()
+                self.installed.remove(seam.name)
+        self._undo = [(seam, undo) for seam, undo in self._undo if not chosen(seam)]
 
 
 _ACTIVATIONS: dict[str, Activation] = {}
@@ -127,10 +139,13 @@ def enter(host: Host, directories: list[str]) -> Activation | None:
     source = HostSource(directories)
     if not source.has(host.entry):
         return None
-    own = bool(host.own_loss) and host.own_loss in source.mentions(host.entry)
+    mentioned = source.mentions(host.entry)
+    own = bool(host.own_loss) and (host.own_loss in mentioned or any(name.startswith(_OURS) for name in mentioned))
     layouts = (host.takeover or ((),)) if own else (host.seams,)
     checked = [(source.check(layout), layout) for layout in layouts]
     faults, seams = min(checked, key=lambda found: bool(found[0]))  # the first that fits, else the first
+    if not own and _RECORD in mentioned:
+        faults = [*faults, Fault(seams[0], f"the host has a flag {_RECORD} of its own")]
     active = Activation(host, _version(host.package, directories), faults, own, seams)
     _ACTIVATIONS[host.package] = active
     for module in dict.fromkeys([seam.module for seam in seams]):
@@ -155,7 +170,10 @@ def _find_fault(module: ModuleType, seam: Seam) -> str | None:
     author = _author(value)  # decorators of the host's own are no fault
     if seam.parameters is None or author.split(".")[0] == module.__name__.split(".")[0]:
         return None
-    return f"{author} has wrapped or replaced it before us ({type(value).__name__}): uninstall one of the two"
+    return (
+        f"{author} has decorated, wrapped or replaced it before us ({type(value).__name__}): where that is another plugin, "
+        "uninstall one of the two"
+    )
 
 
 def _author(value: Any) -> str:
@@ -167,11 +185,18 @@ def _author(value: Any) -> str:
 class _BoundSeamWrapper(wrapt.BoundFunctionWrapper):
     """A wrapped method, copied and pickled like one: by what it is bound to and its name."""
 
+    def __copy__(self) -> Any:
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return getattr(copy.deepcopy(self.__self__, memo), self.__name__)
+        if self._self_instance is None:  # taken from its class
+            return self
+        return getattr(copy.deepcopy(self._self_instance, memo), self.__name__)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return getattr, (self.__self__, self.__name__)
+        if self._self_instance is None:
+            return _by_name(self._self_parent._self_seam)
+        return getattr, (self._self_instance, self.__name__)
 
 
 class _SeamWrapper(wrapt.FunctionWrapper):
@@ -179,21 +204,32 @@ class _SeamWrapper(wrapt.FunctionWrapper):
 
     __bound_function_wrapper__ = _BoundSeamWrapper
 
+    def __init__(self, wrapped: Callable[..., Any], wrapper: Callable[..., Any], seam: Seam) -> None:
+        super().__init__(wrapped, wrapper)
+        self._self_seam = seam
+
     def __copy__(self) -> Any:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> str:
-        return self.__qualname__
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        seam = self._self_seam
+        if (seam.module, seam.attribute) == (self.__module__, self.__qualname__):
+            return self.__qualname__
+        return _by_name(seam)  # its module has imported it
+
+
+def _by_name(seam: Seam) -> tuple[Callable[[str], Any], tuple[str]]:
+    return pkgutil.resolve_name, (f"{seam.module}:{seam.attribute}",)
 
 
 def _apply(module: ModuleType, seam: Seam) -> Callable[[], None]:
     owner, name = _owner(module, seam)
     before = owner.__dict__[name]
     if seam.wrap is not None:
-        wrapt.wrap_object(module, seam.attribute, _SeamWrapper, (seam.wrap,))
+        wrapt.wrap_object(module, seam.attribute, _SeamWrapper, (seam.wrap, seam))
     else:
         setattr(owner, name, seam.replace(before))
     return partial(setattr, owner, name, before)

@@ -17,8 +17,12 @@ _CALL: ContextVar["_Call | None"] = ContextVar("miles_sc_call", default=None)
 
 
 async def generate_and_reward(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Around a host's generation of one sample: remembers whether it evaluates."""
-    token = EVALUATING.set(bool(bound(wrapped, args, kwargs).get("evaluation")))
+    """Around a host's generation of one sample: remembers whether it evaluates, where that makes a difference."""
+    call = bound(wrapped, args, kwargs)
+    run = call["args"] if "args" in call else call["state"].args
+    if recording(run) is None:
+        return await wrapped(*args, **kwargs)
+    token = EVALUATING.set(bool(call["evaluation"]))
     try:
         return await wrapped(*args, **kwargs)
     finally:

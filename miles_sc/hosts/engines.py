@@ -63,25 +63,27 @@ def examine_router(run: argparse.Namespace) -> None:
 def nodes_ready(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around the driver's creation of the rollout manager, its first actor."""
     if is_asked_for(bound(wrapped, args, kwargs)["args"]):
-        check_nodes()
+        check_nodes(wrapped.__module__.split(".")[0])
     return wrapped(*args, **kwargs)
 
 
-def check_nodes() -> None:
-    """Asks a Ray worker on every node for the plugin and its hook.
+def check_nodes(package: str) -> None:
+    """Asks a Ray worker on every node whether the plugin enters a host there.
 
     Raises:
         ValueError: the nodes where it would not, and what to do.
     """
     ours = importlib.metadata.version("miles-sc")
     broken = []
-    for node, told in ask_nodes().items():
+    for node, told in ask_nodes(package).items():
         if told["version"] is None:
             broken.append(f"node {node} has no miles_sc in {told['python']}")
         elif told["version"] != ours:
             broken.append(f"node {node} has miles_sc {told['version']}, and here it is {ours}")
         elif not told["watching"]:
             broken.append(f"on node {node} the start-up hook of miles_sc is off (MILES_SC_HOSTS, or site-packages was not read)")
+        elif not told["entered"]:
+            broken.append(f"on node {node} it does not enter {package}: {told['error']}")
     if broken:
         raise ValueError(
             f"{'; '.join(broken)}: workers there would train or sample without score centering. Install the same miles_sc on "
@@ -89,17 +91,17 @@ def check_nodes() -> None:
         )
 
 
-def ask_nodes(*, host: str | None = None) -> dict[str, dict[str, Any]]:
+def ask_nodes(host: str) -> dict[str, dict[str, Any]]:
     """What a Ray worker says of itself, by ``host name (address)``; Ray must be connected.
 
     Args:
-        host: import this one there, and say whether the plugin has ``entered`` it.
+        host: is imported there, and whether the plugin has ``entered`` it, or else the ``error``, is told.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     # Nested, so that it is carried by value: a node without the package could not import it from here.
-    def describe(host: str | None) -> dict[str, Any]:
+    def describe(host: str) -> dict[str, Any]:
         import importlib
         import importlib.metadata
         import sys
@@ -110,15 +112,15 @@ def ask_nodes(*, host: str | None = None) -> dict[str, dict[str, Any]]:
             version = None
         startup = sys.modules.get("miles_sc.hosts.startup")
         told = {"version": version, "python": sys.executable, "watching": startup is not None and startup.is_watching()}
-        if host is None:
-            return told
         try:
             importlib.import_module(host)
         except ImportError as error:
             return told | {"entered": False, "error": str(error)}
         activation = sys.modules.get("miles_sc.hosts.activation")
         active = activation and activation.activation(host)
-        return told | {"entered": bool(active and not active.faults)}
+        if not active:
+            return told | {"entered": False, "error": "the package of that name is another one, or nothing watched"}
+        return told | {"entered": not active.faults, "error": "; ".join(str(fault) for fault in active.faults)}
 
     ask = ray.remote(num_cpus=0)(describe)
     nodes = {

@@ -83,11 +83,20 @@ def check_run(run: argparse.Namespace, *, package: str) -> None:
     active.require()
     validate_score_centering_arguments(run)
     config = ScoreCenteringConfig.from_args(run)
+    _refuse_another_count(run, config)
     if (vocab_size := producer_vocabulary(run)) is not None:
         config.check_vocabulary(vocab_size)
     if config.mode == "support":
         _check_support_is_reported(run, config)
     _say_what_is_on(run, config, active)
+
+
+def _refuse_another_count(run: argparse.Namespace, config: ScoreCenteringConfig) -> None:
+    if config.top_logprobs_num and getattr(run, "use_opd", False) and getattr(run, "opd_log_prob_top_k", 0):
+        raise ValueError(
+            f"--opd-log-prob-top-k {run.opd_log_prob_top_k} with --rollout-top-logprobs-num {config.top_logprobs_num}: both ask "
+            "the engine for its top log-probs, and one call brings one count; leave one of the two out"
+        )
 
 
 def _say_what_is_on(run: argparse.Namespace, config: ScoreCenteringConfig, active: Activation) -> None:

@@ -26,6 +26,10 @@ class Step:
     """What the micro-batches of one optimizer step have said so far, in this process."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Before a step's first micro-batch: one that was given up has left its own behind."""
         self.guard = FiniteGuard()
         self.metrics: StepMetrics | None = None
 
@@ -122,6 +126,7 @@ def forward_backward(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs:
     run = wrapped(*args, **kwargs)
 
     def checked(*inner_args: Any, **inner_kwargs: Any) -> Any:
+        STEP.forget()
         result = run(*inner_args, **inner_kwargs)
         STEP.guard.raise_if_tripped()
         return result

@@ -77,12 +77,12 @@ _SAMPLE = (
 _GENERATION = (
     Seam(
         "miles.rollout.inference_rollout.inference_rollout_common", "generate_and_rm", "evaluation is asked for candidates",
-        parameters=("state", "sample", "sampling_params", "evaluation"), rests_on=("evaluation",),
+        parameters=("state", "sample", "sampling_params", "evaluation"), awaited=True, rests_on=("evaluation",),
         wrap=collection.generate_and_reward,
     ),
     Seam(
         _LEGACY, "generate_and_rm", "evaluation is asked for candidates",
-        parameters=("args", "sample", "sampling_params", "evaluation"), rests_on=("evaluation",),
+        parameters=("args", "sample", "sampling_params", "evaluation"), awaited=True, rests_on=("evaluation",),
         wrap=collection.generate_and_reward,
     ),
     Seam(
@@ -91,13 +91,17 @@ _GENERATION = (
         wrap=collection.request_payload,
     ),
     Seam(
-        _ENDPOINT, "update_sample_from_response", _NO_CANDIDATES, parameters=("args", "sample", "payload", "output"),
+        _ENDPOINT, "update_sample_from_response", _NO_CANDIDATES,
+        parameters=("args", "sample", "payload", "output"), awaited=True,
         rests_on=("output_token_logprobs", "tokens", "response_length", "rollout_log_probs", "meta_info"),
         wrap=collection.sample_update,
     ),
     Seam(
-        _LEGACY, "generate", _NO_CANDIDATES, parameters=("args", "sample", "sampling_params"),
+        _LEGACY, "generate", _NO_CANDIDATES, parameters=("args", "sample", "sampling_params"), awaited=True,
         rests_on=("post", "url", "payload", "output_token_logprobs", "rollout_log_probs"), wrap=collection.whole_generate,
+    ),
+    Seam(
+        "miles.utils.http_utils", "post", "no candidates are asked for", parameters=("url", "payload"), awaited=True,
     ),
     Seam(
         _LEGACY, "post", "no candidates are asked for", within="generate",
@@ -124,7 +128,7 @@ _SESSIONS = (
     *(
         Seam(
             f"{_SESSION}.{module}", f"{core}.chat_completions", "evaluation is asked for candidates",
-            parameters=("self", "session_id"),
+            parameters=("self", "session_id"), awaited=True,
             rests_on=("prepare_chat_request", "registry", "_chat_client_response", "append_record" if core == "SessionCore"
                       else "commit_generation"),
             wrap=miles_session.chat_completions,
@@ -167,7 +171,8 @@ _SESSIONS = (
 _TRAIN_DATA = (
     Seam(
         _CONVERSION, "convert_samples_to_train_data", "samples without candidates are trained on",
-        parameters=("args", "samples"), rests_on=("tokens", "loss_mask", "rollout_log_probs"), wrap=train_data.convert_samples,
+        parameters=("args", "samples"), rests_on=("tokens", "loss_mask", "rollout_log_probs"),
+        wrap=train_data.convert_samples, guards=True,
     ),
     Seam(
         _CONVERSION, "_package_shards", _NO_CANDIDATES, parameters=("args", "data", "partitions"),
@@ -177,7 +182,7 @@ _TRAIN_DATA = (
     Seam(
         f"{_TRAINING}.data", "get_rollout_data", "a run without candidates is found out by its loss",
         parameters=("args", "rollout_data_ref"), rests_on=("process_rollout_data", "rollout_log_probs"),
-        wrap=train_data.rollout_data,
+        wrap=train_data.rollout_data, guards=True,
     ),
     Seam(
         f"{_TRAINING}.data", "get_batch", "the loss gets no candidates", parameters=("data_iterator", "keys"),
@@ -198,7 +203,7 @@ _TRAIN_DATA = (
 _LOSS = (
     Seam(
         f"{_TRAINING}.loss_hub.losses", "get_loss_function", "the loss is unknown", parameters=("args",),
-        rests_on=("loss_type", "policy_loss"), wrap=miles_training.dispatch,
+        rests_on=("loss_type", "policy_loss"), wrap=miles_training.dispatch, guards=True,
     ),
     Seam(
         f"{_TRAINING}.loss", "loss_function", "the loss is scaled in a way that we do not know",

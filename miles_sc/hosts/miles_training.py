@@ -33,13 +33,18 @@ def dispatch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[st
     call = bound(wrapped, args, kwargs)
     run = call.pop("args")
     active = activation(wrapped.__module__.split(".")[0])
+    if active is None:  # undone, and the caller has bound us
+        return wrapped(*args, **kwargs)
     provider = getattr(run, PROVIDER, "host" if active.own_loss else "miles_sc")
     if is_centered(run) and provider == "miles_sc" and not any(call.values()):
         active.require()
         ours = partial(centered_loss, groups=miles_groups())
         return _checked_at_once(ours) if active.own_loss else ours
     function = wrapped(*args, **kwargs)
-    return _observed(function) if is_observed(run) else function
+    if not is_observed(run):
+        return function
+    active.require()
+    return _observed(function)
 
 
 def _checked_at_once(function: HostLoss) -> HostLoss:
@@ -65,6 +70,7 @@ def _observed(function: HostLoss) -> HostLoss:
 
 def train_core(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around the FSDP actor's ``_train_core``: a broken token stops each step before it is made, by a hook of the optimizer."""
+    STEP.forget()
     handle = instance.optimizer.register_step_pre_hook(lambda *_: STEP.guard.raise_if_tripped())
     try:
         return wrapped(*args, **kwargs)

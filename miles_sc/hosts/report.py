@@ -59,12 +59,12 @@ def _nodes_are_ready(package: str, console: Console) -> bool:
             console.print("no Ray cluster is running, so this machine alone is asked; start it (ray start) to ask every node")
             ray.init(log_to_driver=False)
     try:
-        address, nodes = ray.get_runtime_context().gcs_address, ask_nodes(host=package)
+        address, nodes = ray.get_runtime_context().gcs_address, ask_nodes(package)
     finally:
         if started:
             ray.shutdown()
     console.print(f"Ray cluster at {address}:")
     for node, told in nodes.items():
-        state = "enters it there" if told["entered"] else f"does NOT enter it there {told.get('error', '')}"
+        state = "enters it there" if told["entered"] else f"does NOT enter it there: {told['error']}"
         console.print(f"  worker on {node}, {told['python']}: miles_sc {told['version'] or 'is not installed'}; {state}")
     return all(told["entered"] for told in nodes.values())

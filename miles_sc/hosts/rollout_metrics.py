@@ -27,7 +27,7 @@ def recorded_head(samples: Sequence[Any]) -> dict[str, float]:
         if rows is None:
             continue
         check_aligned(sample, rows)
-        trained = np.ones(len(rows), bool) if sample.loss_mask is None else np.asarray(sample.loss_mask) > 0
+        trained = _trained(sample)
         response = np.asarray(sample.tokens[len(sample.tokens) - len(rows) :])
         masses.append(np.exp(rows.candidates.log_probs[trained]).sum(axis=1, dtype=np.float64))
         in_head.append(rows.candidates.holding(response)[trained].any(axis=1))
@@ -39,3 +39,15 @@ def recorded_head(samples: Sequence[Any]) -> dict[str, float]:
         "topk_head_mass_min": float(mass.min()),
         "topk_sampled_in_head": float(np.concatenate(in_head).mean()),
     }
+
+
+def _trained(sample: Any) -> np.ndarray:
+    """Bool ``[R]``, before the host's conversion has written the mask out."""
+    if getattr(sample, "remove_sample", False):
+        return np.zeros(sample.response_length, bool)
+    mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+    if len(mask) != sample.response_length:
+        raise ValueError(
+            f"sample {sample.index}: its loss mask has {len(mask)} entries for {sample.response_length} response tokens"
+        )
+    return np.asarray(mask) > 0

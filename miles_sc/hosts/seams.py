@@ -29,10 +29,12 @@ class Seam:
         module, attribute: where; a method is ``Class.method``.
         loses: what a run loses without it, as the end of a sentence "without it ...".
         parameters: its leading parameters, by name and in order; None where it is no function of its own.
+        awaited: it is a coroutine function.
         rests_on: names and strings that must stand in its source: the assumption that our side rests on.
         within: the function whose source that is, if it is another one of the same module.
         wrap: called as ``wrap(wrapped, instance, args, kwargs)`` in its place (wrapt's convention).
         replace: for a value: given the old one, returns the new one.
+        guards: its wrapper stops a run that asks for the feature where another seam turns out to be at fault, so it stays.
 
     Neither ``wrap`` nor ``replace``: only checked, since others rest on it.
     """
@@ -41,10 +43,12 @@ class Seam:
     attribute: str
     loses: str
     parameters: tuple[str, ...] | None = None
+    awaited: bool = False
     rests_on: tuple[str, ...] = ()
     within: str = ""
     wrap: Wrapper | None = None
     replace: Callable[[Any], Any] | None = None
+    guards: bool = False
 
     @property
     def name(self) -> str:
@@ -113,6 +117,8 @@ class HostSource:
         if seam.parameters is not None:
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 return "it is no function"
+            if isinstance(node, ast.AsyncFunctionDef) != seam.awaited:
+                return "it was awaited and is not any more" if seam.awaited else "it is awaited now"
             names = _parameters(node)
             if names[: len(seam.parameters)] != seam.parameters:
                 return f"its parameters are ({', '.join(names)}) and were ({', '.join(seam.parameters)}, ...)"

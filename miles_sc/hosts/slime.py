@@ -65,12 +65,15 @@ _GENERATION = (
     Seam(_SAMPLE, "Sample.to_dict", _NO_CANDIDATES, parameters=("self",), rests_on=("__dict__",)),
     Seam(
         _GENERATE, "generate_and_rm", "evaluation is asked for candidates",
-        parameters=("args", "sample", "sampling_params", "evaluation"), rests_on=("evaluation", "generate"),
+        parameters=("args", "sample", "sampling_params", "evaluation"), awaited=True, rests_on=("evaluation", "generate"),
         wrap=collection.generate_and_reward,
     ),
     Seam(
-        _GENERATE, "generate", "no candidates are asked for", parameters=("args", "sample", "sampling_params"),
+        _GENERATE, "generate", "no candidates are asked for", parameters=("args", "sample", "sampling_params"), awaited=True,
         rests_on=("post", "append_response_tokens", "meta_info"), wrap=slime_rollout.generate,
+    ),
+    Seam(
+        "slime.utils.http_utils", "post", "no candidates are asked for", parameters=("url", "payload"), awaited=True,
     ),
     Seam(
         _GENERATE, "post", "no candidates are asked for", within="generate",
@@ -108,7 +111,8 @@ _TRAIN_DATA = (
     ),
     Seam(
         "slime.utils.data", "process_rollout_data", "a run without candidates is found out by its loss",
-        parameters=("args", "rollout_data_ref"), rests_on=("partition", "total_lengths"), wrap=train_data.rollout_data,
+        parameters=("args", "rollout_data_ref"), rests_on=("partition", "total_lengths"),
+        wrap=train_data.rollout_data, guards=True,
     ),
     Seam(
         f"{_MEGATRON}.data", "get_batch", "the loss gets no candidates", parameters=("data_iterator", "keys"),
@@ -136,7 +140,7 @@ _LOSS = (
             "loss_type", "custom_loss", "load_function", "custom_loss_function_path", "recompute_loss_function",
             "calculate_per_token_loss", "rollout_mask_sums",
         ),
-        wrap=slime_training.loss_function,
+        wrap=slime_training.loss_function, guards=True,
     ),
     Seam(
         f"{_MEGATRON}.cp_utils", "get_logits_and_tokens_offset_with_cp", "rows are taken from the wrong logits",

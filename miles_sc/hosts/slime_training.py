@@ -38,6 +38,7 @@ def loss_function(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: di
         activation("slime").require()
         return wrapped(**{**call, "args": as_custom_loss(run)})
     if is_observed(run):
+        activation("slime").require()
         loss.watch_drift(run, call["batch"], call["logits"], groups=megatron_groups())
     return wrapped(*args, **kwargs)
 

@@ -158,23 +158,45 @@ def test_what_the_source_promises_and_the_module_lacks_is_a_fault_and_no_error(h
     assert [fault.seam.attribute for fault in active.faults] == ["fleeting"]
 
 
-def test_a_fault_that_shows_late_undoes_what_was_done(host):
+def test_a_fault_that_shows_late_undoes_what_was_done_but_for_the_guards(host):
+    """A worker that imports knows nothing of the run yet; the guard stops it when it does. One imported later is one still."""
     losses = host.load("losses")
     active = host.enter(
         host.seam("losses.get_loss_function", wrap=doubled, **PARAMETERS),
+        host.seam("losses.policy_loss", parameters=("x",), wrap=doubled, guards=True),
         host.seam("work.plain", parameters=("value",), wrap=doubled),
+        host.seam("kinds.Sample.strip", parameters=("self", "n"), wrap=doubled),
+        host.seam("kinds.Sample.of", parameters=("cls",), wrap=doubled, guards=True),
     )
     assert not is_plain(losses.get_loss_function)
     (host.directory / "work.py").write_text("from json import dumps as plain\n")
     host.load("work")
-    assert len(active.faults) == 1 and is_plain(losses.get_loss_function) and not active.installed
+    assert len(active.faults) == 1 and is_plain(losses.get_loss_function) and not is_plain(losses.policy_loss)
+    kinds = host.load("kinds")
+    assert is_plain(kinds.Sample.strip)
+    guards = [f"{host.package}.losses.policy_loss", f"{host.package}.kinds.Sample.of"]
+    assert active.installed == guards
+    active.undo()
+    assert is_plain(losses.policy_loss) and not active.installed
+
+
+def test_a_guard_reports_also_where_it_is_itself_at_fault(host):
+    """Another plugin was there first; ours goes around it, to say so where a run asks."""
+
+    def asks(wrapped, instance, args, kwargs):
+        activation(host.package).require()
+
+    wrapt.register_post_import_hook(lambda module: with_wrapt(module, "get_loss_function"), f"{host.package}.losses")
+    host.enter(host.seam("losses.get_loss_function", wrap=asks, guards=True, **PARAMETERS))
+    with pytest.raises(ValueError, match=f"losses.get_loss_function: {__name__} has decorated, wrapped or replaced it before us"):
+        host.load("training").train(POLICY, 3)
 
 
 def test_a_fault_that_shows_late_stops_a_run_that_has_asked(host):
     active = host.enter(host.seam("work.plain", parameters=("value",), wrap=doubled))
     active.require()
     (host.directory / "work.py").write_text("from json import dumps as plain\n")
-    with pytest.raises(ValueError, match=f"{host.package}.work.plain: json has wrapped or replaced it"):
+    with pytest.raises(ValueError, match=f"{host.package}.work.plain: json has decorated, wrapped or replaced it"):
         host.load("work")
 
 
@@ -200,7 +222,7 @@ def test_our_flags_are_explained_also_where_another_plugin_has_the_command_line(
     monkeypatch.setattr(sys, "argv", ["train.py", "--score-centering-observe"])
     wrapt.register_post_import_hook(lambda module: with_wrapt(module, "validate_args"), f"{host.package}.arguments")
     host.enter(host.seam("arguments.validate_args", wrap=doubled, **PARAMETERS))
-    with pytest.raises(ValueError, match=f"validate_args: {__name__} has wrapped or replaced it before us"):
+    with pytest.raises(ValueError, match=f"validate_args: {__name__} has decorated, wrapped or replaced it before us"):
         host.load("arguments")
 
 
@@ -223,7 +245,7 @@ def test_a_stranger_of_the_same_name_is_ignored(host):
 
 
 def test_a_package_that_is_not_there_is_ignored(monkeypatch):
-    monkeypatch.setattr(machinery, "known_host", lambda package: machinery.Host(package, f"{package}.arguments", "", ()))
+    monkeypatch.setattr(machinery, "known_host", lambda package: machinery.Host(package, f"{package}.arguments", ()))
     assert activate("no_such_package_of_ours") is None
 
 
@@ -239,6 +261,26 @@ def test_a_host_with_the_loss_itself_has_the_seams_of_a_takeover_only(host):
     losses = host.load("losses")
     assert active.own_loss and not active.faults
     assert is_plain(losses.get_loss_function) and losses.policy_loss(3) == 12
+
+
+@pytest.mark.parametrize("flag", ["--score-centering-is", "--score-centering-tis-clip"])
+def test_a_host_with_flags_of_ours_has_the_loss_itself(host, flag):
+    """Its choices of a loss may stand in another module than its command line."""
+    with (host.directory / "arguments.py").open("a") as file:
+        file.write(f'FLAG = "{flag}"\n')
+    known = {**own(host), "own_loss": "a_loss_of_nobody"}
+    assert host.enter(host.seam("losses.gone", wrap=doubled), **known).own_loss
+
+
+def test_a_host_with_another_flag_of_that_name_is_not_entered(host, monkeypatch):
+    """Two of one name break its parser, also where nobody asks for ours."""
+    with (host.directory / "arguments.py").open("a") as file:
+        file.write('FLAG = "--rollout-top-logprobs-num"\n')
+    active = host.enter_command_line()
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert host.load("arguments").parse_args() and not active.installed
+    with pytest.raises(ValueError, match="the host has a flag --rollout-top-logprobs-num of its own"):
+        active.require()
 
 
 def test_a_host_that_does_not_mention_it_has_not_the_loss_itself(host):
@@ -293,7 +335,8 @@ def test_a_plugin_that_was_there_first_is_a_fault_that_names_it(host, other, nam
     assert active.installed == [] and getattr(sys.modules[f"{host.package}.work"], name) is before
     whose = "functools" if other is with_a_callable else __name__
     assert [fault.found for fault in active.faults] == [
-        f"{whose} has wrapped or replaced it before us ({type(before).__name__}): uninstall one of the two"
+        f"{whose} has decorated, wrapped or replaced it before us ({type(before).__name__}): where that is another "
+        "plugin, uninstall one of the two"
     ]
 
 

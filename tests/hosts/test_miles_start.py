@@ -137,15 +137,16 @@ def test_ray_actors_of_miles_are_exported():
 
 
 def test_every_node_is_asked_before_anything_starts(ray_cluster, monkeypatch):
-    (told,) = engines.ask_nodes().values()
-    assert told["watching"] and told["version"]
-    engines.check_nodes()
+    (told,) = engines.ask_nodes("miles").values()
+    assert told["watching"] and told["version"] and told["entered"]
+    engines.check_nodes("miles")
     for spoiled, error in (
         ({"version": None}, "has no miles_sc in"),
         ({"version": "0.0.1"}, "has miles_sc 0.0.1, and here it is"),
         ({"watching": False}, "the start-up hook of miles_sc is off"),
+        ({"entered": False, "error": "there is no such module"}, "it does not enter miles: there is no such module"),
     ):
-        monkeypatch.setattr(engines, "ask_nodes", lambda spoiled=spoiled: {"far (10.0.0.7)": {**told, **spoiled}})
+        monkeypatch.setattr(engines, "ask_nodes", lambda host, spoiled=spoiled: {"far (10.0.0.7)": {**told, **spoiled}})
         with pytest.raises(ValueError, match=r"node far \(10.0.0.7\)") as refused:
-            engines.check_nodes()
+            engines.check_nodes("miles")
         assert error in str(refused.value) and "nothing was started" in str(refused.value)

@@ -114,7 +114,6 @@ def test_the_last_of_several_counts(check):
     "head",
     [
         "def here(a, b)",
-        "async def here(a, b)",
         "def here(a, b, c=1)",
         "def here(a, b, *, c)",
         "def here(a, b, **rest)",
@@ -125,6 +124,18 @@ def test_the_last_of_several_counts(check):
 )
 def test_leading_parameters_are_asked_for_and_more_may_follow(check, head):
     assert check(f"{head}: pass", "here", parameters=("a", "b")) is None
+
+
+@pytest.mark.parametrize(
+    ("head", "awaited", "found"),
+    [
+        ("async def", True, None),
+        ("async def", False, "it is awaited now"),
+        ("def", True, "it was awaited and is not any more"),
+    ],
+)
+def test_who_is_awaited(check, head, awaited, found):
+    assert check(f"{head} here(a, b): pass", "here", parameters=("a", "b"), awaited=awaited) == found
 
 
 @pytest.mark.parametrize(

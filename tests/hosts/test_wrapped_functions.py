@@ -46,7 +46,7 @@ def test_a_wrapped_function_tells_the_truth(host):
 
     plain = {name: getattr(host.load(module), name) for module, name in (("net", "post"), ("losses", "get_loss_function"))}
     host.enter(
-        host.seam("net.post", parameters=("url", "payload"), wrap=awaited),
+        host.seam("net.post", parameters=("url", "payload"), awaited=True, wrap=awaited),
         host.seam("losses.get_loss_function", wrap=doubled, **PARAMETERS),
     )
     for module, name in (("net", "post"), ("losses", "get_loss_function")):
@@ -81,7 +81,7 @@ from miles_sc.hosts.activation import enter
 from miles_sc.hosts.seams import Host, Seam
 package, directory = sys.argv[1:]
 seam = Seam(f"{package}.losses", "get_loss_function", "", wrap=lambda *_: lambda x: f"wrapped here, of {x}")
-enter(Host(package, f"{package}.losses", f"{package}.arguments", (seam,)), [directory])
+enter(Host(package, f"{package}.arguments", (seam,)), [directory])
 actor = pickle.load(sys.stdin.buffer)
 print(actor().train(SimpleNamespace(loss_type="policy_loss"), 3))
 """
@@ -98,6 +98,23 @@ def test_a_class_carried_by_value_names_the_wrapped_functions_that_its_methods_c
     payload = cloudpickle.dumps(names["Actor"])
     output = subprocess.run(command, input=payload, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=120)
     assert (output.stdout.decode().strip(), output.stderr.decode()) == ("wrapped here, of 3", "")
+
+
+@pytest.mark.parametrize("carry", [copy.copy, copy.deepcopy, through_pickle])  # by value, cloudpickle carries the plain one
+def test_a_name_that_was_imported_is_copied_and_pickled_as_that_of_its_module(host, carry):
+    """The function has another home, where it is not wrapped."""
+    host.enter(host.seam("asking.post", wrap=doubled, within="generate", rests_on=("post",)))
+    asking = host.load("asking")
+    assert asking.post is not host.load("net").post
+    assert carry(asking.post) is asking.post
+
+
+@pytest.mark.parametrize("carry", [copy.copy, copy.deepcopy, through_pickle])  # by value, cloudpickle carries the plain one
+def test_a_wrapped_method_taken_from_its_class_is_carried_as_that(host, carry):
+    host.enter(host.seam("kinds.Sample.strip", parameters=("self", "n"), wrap=lambda wrapped, instance, args, kwargs: instance))
+    Sample = host.load("kinds").Sample
+    sample = Sample((1, 2))
+    assert carry(Sample.strip)(sample, 1) is sample and carry({"method": Sample.strip})["method"](sample, 1) is sample
 
 
 @pytest.mark.parametrize("carry", [copy.deepcopy, *PICKLERS])
