@@ -13,7 +13,7 @@ from miles_sc.hosts.collection import EVALUATING, PendingRows, configured
 from miles_sc.hosts.engines import examine_router
 from miles_sc.hosts.run import bound, is_asked_for, recording
 from miles_sc.hosts.sample import append_observation
-from miles_sc.hosts.train_data import KEYS, complete_empty_responses, recorded_columns
+from miles_sc.hosts.train_data import KEYS, recorded_columns, write_out_defaults
 from miles_sc.rollout.answer_fields import CANDIDATE_FIELDS
 
 STREAMING = "slime.rollout.sglang_streaming_rollout.generate_streaming"
@@ -137,7 +137,7 @@ class RecordingManager:
             examine_router(args)
 
     def _convert_samples_to_train_data(self, samples: list[Any]) -> dict[str, Any]:
-        complete_empty_responses(self.args, samples)
+        write_out_defaults(self.args, samples)
         data = super()._convert_samples_to_train_data(samples)
         return data | recorded_columns(self.args, samples, data, package="slime")
 

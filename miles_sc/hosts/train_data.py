@@ -31,14 +31,19 @@ def convert_samples(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: 
     """
     call = bound(wrapped, args, kwargs)
     run, samples = call["args"], call["samples"]
-    complete_empty_responses(run, samples)
+    write_out_defaults(run, samples)
     data = wrapped(*args, **kwargs)
     return data | recorded_columns(run, samples, data, package=wrapped.__module__.split(".")[0])
 
 
-def complete_empty_responses(run: argparse.Namespace, samples: Sequence[Any]) -> None:
-    """Before conversion: a prompt that left no room was never sent, and a host then has None where its list is empty."""
+def write_out_defaults(run: argparse.Namespace, samples: Sequence[Any]) -> None:
+    """Before conversion, where a run records: None stands for a mask of ones, and for the log-probs of an empty response.
+
+    A host's own converter writes out the first, a user's may not; the second is of a prompt that left no room.
+    """
     for sample in samples if recording(run) is not None else ():
+        if sample.loss_mask is None:
+            sample.loss_mask = [1] * sample.response_length
         if sample.response_length == 0 and sample.rollout_log_probs is None:
             sample.rollout_log_probs = []
 
@@ -73,7 +78,7 @@ def _checked(sample: Any, config: ScoreCenteringConfig, run: argparse.Namespace)
     """The sample, after the checks of the built-in trainer; one that trains nothing may come without rows."""
     where = f"sample {sample.index}"
     rows = RecordedRows.of(sample, where=where)
-    if rows is None and sample.loss_mask is not None and not any(sample.loss_mask):
+    if rows is None and not any(sample.loss_mask):
         rows = RecordedRows(Candidates.gap(sample.response_length, config.top_logprobs_num))
         if config.mode == "support":
             rows = RecordedRows(rows.candidates, SamplingSupport.singletons(_response(sample)))

@@ -154,6 +154,11 @@ def test_the_hosts_own_validation_stands_and_comes_first(parse):
         (LOSS, {"score-centering-is": "mis"}, "score-centering-is = 'mis': nothing reads it"),
         ((), {"score_centering_provider": "miles_sc"}, "score_centering_provider = 'miles_sc': nothing reads it"),
         ((), {"score_centering_observe": "false"}, "score_centering_observe = 'false': set true or false"),
+        (
+            OBSERVED,
+            {"use_opd": True, "opd_log_prob_top_k": 5},
+            "--opd-log-prob-top-k 5 with --rollout-top-logprobs-num 8: both ask",
+        ),
     ],
 )
 def test_a_file_of_overrides_cannot_slip_past(parse, tmp_path, words, values, message):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from miles_sc.hosts.activation import activation
 from tests.distributed.launch import launch
 from tests.hosts.inner_ring import inner_ring
 from tests.hosts.miles_host import needs_miles, on_the_cpu, run_of
@@ -85,3 +86,53 @@ def test_a_step_of_miles_is_the_inner_rings(tmp_path, qkv_format, allgather_cp, 
     if run.calculate_per_token_loss:
         assert logged["sc_train_head_mass"] == pytest.approx(float(masses.mean()), rel=1e-5)
     assert all(result[2] == pytest.approx(logged, rel=1e-5) for result in results)
+
+
+# --- whose loss it is
+
+
+def dispatched(**changes):
+    from miles.backends.training_utils.loss_hub import losses
+
+    return losses.get_loss_function(run_of(**changes)), losses.get_loss_function.__wrapped__
+
+
+@pytest.mark.parametrize("loss_type", ["policy_loss", "value_loss"])
+def test_other_losses_are_the_hosts(loss_type):
+    found, plain = dispatched(loss_type=loss_type)
+    assert found is plain(run_of(loss_type=loss_type))
+
+
+def test_a_critic_is_not_observed():
+    """Its actor sets the loss, and its logits have one column."""
+    found, plain = dispatched(loss_type="value_loss", score_centering_observe=True)
+    assert found is plain(run_of(loss_type="value_loss"))
+    observed, plain = dispatched(loss_type="policy_loss", score_centering_observe=True)
+    assert observed is not plain(run_of(loss_type="policy_loss"))
+
+
+def one_takeover(run, provider):
+    """On a Miles that says it has the loss itself: what its dispatch gives, and what that says of a broken token."""
+    on_the_cpu()
+    set_parallel_groups(tensor=1, context=1)
+    from miles.backends.training_utils.loss_hub import losses
+
+    activation("miles").own_loss = True
+    run.score_centering_provider = provider
+    if provider == "host":
+        with pytest.raises(ValueError, match="Unknown loss type"):  # as this Miles has none
+            losses.get_loss_function(run)
+        return None
+    data, tables = local_data(run), logits_of()
+    data["advantages"][1][0] = float("nan")
+    with pytest.raises(ValueError, match="sample 8, response token 0.*Nothing was updated"):
+        step(run, data, tables)
+    return step(run, local_data(run), tables)[0]
+
+
+@pytest.mark.parametrize("provider", ["host", "miles_sc"])
+def test_a_takeover_exchanges_the_loss_where_it_is_asked_for(tmp_path, provider):
+    run = run_of(calculate_per_token_loss=True, vocab_size=VOCAB, data_pad_size_multiplier=PAD_MULTIPLIER)
+    (loss,) = launch(one_takeover, 1, tmp_path, run, provider)
+    if provider == "miles_sc":
+        torch.testing.assert_close(loss.double(), inner_ring(run, rollout_data(), logits_of())[0], rtol=1e-6, atol=1e-6)

@@ -176,6 +176,35 @@ def test_a_converter_that_drops_samples_is_refused(monkeypatch):
         convert_samples_to_train_data(run_with(), samples(), {}, lambda args, given: {"tokens": []}, None)
 
 
+def test_a_converter_that_reorders_samples_is_refused():
+    """Beside another loss its flag is no fault; its rows would stand beside the candidates of others."""
+    from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data
+
+    run = run_with(loss_type="policy_loss", score_centering_observe=True)
+    given = samples()
+
+    def converter(order):
+        return lambda args, given: {"tokens": [list(given[i].tokens) for i in order]}
+
+    in_order = list(range(len(given)))
+    for sample in given:
+        sample.loss_mask = None  # as a converter may leave it
+    assert len(convert_samples_to_train_data(run, given, {}, converter(in_order), None)["rollout_topk_token_ids"]) == len(given)
+    with pytest.raises(ValueError, match="sample 1: its row of train data holds other tokens"):
+        convert_samples_to_train_data(run, given, {}, converter([0, 2, 1, *in_order[3:]]), None)
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_prompt_that_left_no_room_is_no_fault(place):
+    """Miles does not send it, and leaves its sample without log-probs."""
+    given = samples()
+    given[place].__dict__.update(tokens=list(PROMPT), response_length=0, loss_mask=[], rollout_log_probs=None)
+    _drop_rows(given[place])
+    data = convert(run_with(), given)
+    assert data["rollout_log_probs"][place] == [] and len(data["rollout_topk_token_ids"][place]) == 0
+    assert len(data["rollout_log_probs"]) == len(given)
+
+
 def test_a_shard_without_candidates_stops_the_trainer(object_store, monkeypatch):
     """The converting process ran without us: on a node without the package, say."""
     from miles.backends.training_utils.data import get_rollout_data
