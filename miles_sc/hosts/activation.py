@@ -59,7 +59,7 @@ class Activation:
             )
 
     def install(self, module: ModuleType) -> None:
-        """Wraps the seams of a module that has just been imported.
+        """Wraps the seams of a module that has just been imported; none where the source had a fault.
 
         A fault that shows only now takes back what was wrapped before, but for the guards: a process of Ray is told nothing of
         the run when it imports, and must not run it without us.
@@ -74,7 +74,7 @@ class Activation:
                 if self._asked:
                     self.require()
         for seam in mine:
-            if not self.faults or seam.guards:
+            if not self.faults or (seam.guards and _is_there(module, seam)):
                 self._undo.append((seam, _apply(module, seam)))
                 self.installed.append(seam.name)
 
@@ -146,7 +146,7 @@ def enter(host: Host, directories: list[str]) -> Activation | None:
     faults, seams = min(checked, key=lambda found: bool(found[0]))  # the first that fits, else the first
     if not own and _RECORD in mentioned:
         faults = [*faults, Fault(seams[0], f"the host has a flag {_RECORD} of its own")]
-    active = Activation(host, _version(host.package, directories), faults, own, seams)
+    active = Activation(host, _version(host.package, directories), faults, own, seams, _live=not faults)
     _ACTIVATIONS[host.package] = active
     for module in dict.fromkeys([seam.module for seam in seams]):
         wrapt.register_post_import_hook(active.install, module)
@@ -163,7 +163,7 @@ def deactivate(package: str) -> None:
 def _find_fault(module: ModuleType, seam: Seam) -> str | None:
     """What the source could not tell. Two plugins in one place cannot know of each other."""
     owner, name = _owner(module, seam)
-    if name not in getattr(owner, "__dict__", ()):
+    if not _is_there(module, seam):
         return "it is not there once its module has been imported"
     value = owner.__dict__[name]
     value = value.__func__ if type(value) in (staticmethod, classmethod) else value
@@ -174,6 +174,11 @@ def _find_fault(module: ModuleType, seam: Seam) -> str | None:
         f"{author} has decorated, wrapped or replaced it before us ({type(value).__name__}): where that is another plugin, "
         "uninstall one of the two"
     )
+
+
+def _is_there(module: ModuleType, seam: Seam) -> bool:
+    owner, name = _owner(module, seam)
+    return name in getattr(owner, "__dict__", ())
 
 
 def _author(value: Any) -> str:

@@ -113,6 +113,7 @@ def test_a_host_is_activated_once_and_found_by_name(host, monkeypatch):
 def test_one_seam_at_fault_leaves_everything_as_it_was(host):
     active = host.enter(
         host.seam("losses.get_loss_function", wrap=doubled, **PARAMETERS),
+        host.seam("losses.policy_loss", parameters=("x",), wrap=doubled, guards=True),
         host.seam("work.TABLE", replace=lambda table: {}),
         host.seam("kinds.Sample.gone", loses="rows no longer match tokens", wrap=doubled),
     )
@@ -151,7 +152,8 @@ def test_nobody_is_told_where_all_is_well(host):
 
 def test_what_the_source_promises_and_the_module_lacks_is_a_fault_and_no_error(host):
     active = host.enter(
-        host.seam("losses.get_loss_function", wrap=doubled, **PARAMETERS), host.seam("work.fleeting", wrap=doubled)
+        host.seam("losses.get_loss_function", wrap=doubled, **PARAMETERS),
+        host.seam("work.fleeting", wrap=doubled, guards=True),
     )
     host.load("training")
     host.load("work")
