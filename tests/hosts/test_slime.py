@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from miles_sc.hosts import slime_rollout
 from miles_sc.hosts.activation import activation
 from miles_sc.hosts.seams import HostSource
 from miles_sc.hosts.slime import HOST
 from miles_sc.hosts.slime_rollout import STREAMING, RecordingManager
+from miles_sc.rollout import probe
 from miles_sc.rollout.recorded_rows import RecordedRows
 from tests.hosts.slime_host import needs_slime, needs_source, parse, run_of, source
 from tests.samples import PROMPT, K, answer, support_answer
@@ -267,9 +267,11 @@ class Manager:
 def test_the_route_is_examined_where_engines_are_up(monkeypatch, engines, recorded, asked):
     seen = []
 
-    async def examine(run, config):
-        seen.append(config.top_logprobs_num)
+    async def examine(endpoint, wanted):
+        seen.append((endpoint, wanted.routes, wanted.configs[0].top_logprobs_num))
+        return SimpleNamespace(findings=[])
 
-    monkeypatch.setattr(slime_rollout, "examine_router", examine)
-    type("RolloutManager", (RecordingManager, Manager), {})(run_of(engines=engines, rollout_top_logprobs_num=recorded), None)
-    assert seen == asked
+    monkeypatch.setattr(probe, "examine_endpoint", examine)
+    run = run_of(engines=engines, rollout_top_logprobs_num=recorded, sglang_router_ip="r", sglang_router_port=1)
+    type("RolloutManager", (RecordingManager, Manager), {})(run, None)
+    assert seen == [("http://r:1", ("native",), k) for k in asked]
