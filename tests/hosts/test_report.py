@@ -5,12 +5,13 @@ import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from miles_sc.hosts import startup
-from miles_sc.hosts.activation import deactivate
+from miles_sc.hosts.activation import deactivate, known_host
 from miles_sc.hosts.report import print_host
 from tests.hosts.miles_host import needs_miles
 
@@ -65,3 +66,8 @@ def test_a_host_with_a_loss_that_we_do_not_take_over(tmp_path, monkeypatch):
 def test_the_real_miles_here_and_in_a_worker(ray_cluster):
     status, text = told("miles")
     assert status == 0 and "0 at fault: the plugin enters here" in text and "enters it there" in text
+
+
+def test_the_page_says_how_many_seams_there_are():
+    page = (Path(__file__).parents[2] / "docs" / "miles.md").read_text()
+    assert f"`{len(known_host('miles').seams)} seams, 0 at fault: the plugin enters here`" in page
