@@ -40,7 +40,7 @@ class Activation:
     seams: tuple[Seam, ...]
     installed: list[str] = field(default_factory=list)
     _undo: list[tuple[Seam, Callable[[], None]]] = field(default_factory=list)
-    _live: bool = True
+    _wraps: bool = True
     _asked: bool = False
 
     def require(self) -> None:
@@ -65,7 +65,7 @@ class Activation:
         the run when it imports, and must not run it without us.
         """
         mine = [seam for seam in self.seams if seam.module == module.__name__ and (seam.wrap or seam.replace)]
-        if not self._live or any(seam.name in self.installed for seam in mine):
+        if not self._wraps or any(seam.name in self.installed for seam in mine):
             return
         if not self.faults:
             self.faults += [Fault(seam, found) for seam in mine if (found := _find_fault(module, seam))]
@@ -87,7 +87,7 @@ class Activation:
 
     def undo(self) -> None:
         """Puts back what was wrapped here. Names that others have bound meanwhile stay wrapped."""
-        self._live = False
+        self._wraps = False
         self._take_back(lambda seam: True)
 
     def _take_back(self, chosen: Callable[[Seam], bool]) -> None:
@@ -105,6 +105,20 @@ _LOOKED_FOR: set[str] = set()
 def activation(package: str) -> Activation | None:
     """That of a host in this process; None where it was not imported, or nothing watched."""
     return _ACTIVATIONS.get(package)
+
+
+def required(package: str) -> Activation:
+    """That of a host whose run asks for the feature.
+
+    Raises:
+        ValueError: it is at fault, see :meth:`Activation.require`, or was undone.
+    """
+    if (active := activation(package)) is None:
+        raise ValueError(
+            f"miles_sc was taken out of {package} in this process, and this run asks for score centering: restart it"
+        )
+    active.require()
+    return active
 
 
 def activate(package: str) -> Activation | None:
@@ -145,8 +159,8 @@ def enter(host: Host, directories: list[str]) -> Activation | None:
     checked = [(source.check(layout), layout) for layout in layouts]
     faults, seams = min(checked, key=lambda found: bool(found[0]))  # the first that fits, else the first
     if not own and _RECORD in mentioned:
-        faults = [*faults, Fault(seams[0], f"the host has a flag {_RECORD} of its own")]
-    active = Activation(host, _version(host.package, directories), faults, own, seams, _live=not faults)
+        faults = [*faults, Fault(seams[0], f"it would be given {_RECORD}, a flag that the host has already")]
+    active = Activation(host, _version(host.package, directories), faults, own, seams, _wraps=not faults)
     _ACTIVATIONS[host.package] = active
     for module in dict.fromkeys([seam.module for seam in seams]):
         wrapt.register_post_import_hook(active.install, module)

@@ -9,7 +9,7 @@ from typing import Any
 from miles_sc import __version__
 from miles_sc.arguments import add_score_centering_arguments, validate_score_centering_arguments
 from miles_sc.config import LOSS_TYPE, ScoreCenteringConfig
-from miles_sc.hosts.activation import Activation, activation
+from miles_sc.hosts.activation import Activation, required
 from miles_sc.hosts.run import PROVIDER, bound, is_asked_for, is_centered, is_observed, producer_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -79,8 +79,7 @@ def check_run(run: argparse.Namespace, *, package: str) -> None:
         _refuse_idle_flags(run)
     if not is_asked_for(run):
         return
-    active = activation(package)
-    active.require()
+    active = required(package)
     validate_score_centering_arguments(run)
     config = ScoreCenteringConfig.from_args(run)
     _refuse_another_count(run, config)
@@ -131,7 +130,7 @@ def check_takeover(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, 
             "this host has a score_centering loss of its own, which trains; --score-centering-provider miles_sc takes it over"
         )
         return result
-    activation(wrapped.__module__.split(".")[0]).require()
+    required(wrapped.__module__.split(".")[0])
     validate_score_centering_arguments(run)
     logger.info("score_centering is trained by miles_sc (--score-centering-provider)")
     return result
@@ -145,9 +144,10 @@ def _our_defaults() -> dict[str, Any]:
 
 def _refuse_unknown_names(run: argparse.Namespace) -> None:
     """A configuration file sets whatever it names, of whatever type."""
-    known = {name: value for name, value in _our_defaults().items() if name.startswith("score_centering_")}
+    known = _our_defaults()
     for name, value in vars(run).items():
-        if name.replace("-", "_").startswith("score_centering_") and name not in known:
+        meant = name.replace("-", "_")
+        if name not in known and (meant in known or meant == "score_centering" or meant.startswith("score_centering_")):
             raise ValueError(f"{name} = {value!r}: nothing reads it; the names in a configuration file are {', '.join(known)}")
         if isinstance(known.get(name), bool) and not isinstance(value, bool):
             raise ValueError(f"{name} = {value!r}: set true or false")

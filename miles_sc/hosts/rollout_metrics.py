@@ -21,7 +21,7 @@ def recorded_head(samples: Sequence[Any]) -> dict[str, float]:
     Returns:
         ``topk_head_mass``, its ``_min``, and ``topk_sampled_in_head``; nothing where nothing was recorded, as in evaluation.
     """
-    masses, in_head = [np.empty(0)], [np.empty(0, bool)]
+    masses, in_head = [np.empty(0, np.float32)], [np.empty(0, bool)]
     for sample in samples:
         rows = RecordedRows.of(sample, where=f"sample {sample.index}")
         if rows is None:
@@ -29,13 +29,13 @@ def recorded_head(samples: Sequence[Any]) -> dict[str, float]:
         check_aligned(sample, rows)
         trained = _trained(sample)
         response = np.asarray(sample.tokens[len(sample.tokens) - len(rows) :])
-        masses.append(np.exp(rows.candidates.log_probs[trained]).sum(axis=1, dtype=np.float64))
+        masses.append(np.exp(rows.candidates.log_probs).sum(axis=1)[trained])
         in_head.append(rows.candidates.holding(response)[trained].any(axis=1))
     mass = np.concatenate(masses)
     if not len(mass):
         return {}
     return {
-        "topk_head_mass": float(mass.mean()),
+        "topk_head_mass": float(mass.mean(dtype=np.float64)),
         "topk_head_mass_min": float(mass.min()),
         "topk_sampled_in_head": float(np.concatenate(in_head).mean()),
     }

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from miles_sc.hosts import loss
-from miles_sc.hosts.activation import activation
+from miles_sc.hosts.activation import required
 from miles_sc.hosts.batch import HostGroups
 from miles_sc.hosts.run import bound, is_centered, is_observed
 from miles_sc.hosts.train_data import KEYS
@@ -35,10 +35,10 @@ def loss_function(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: di
     call = bound(wrapped, args, kwargs)
     run = call["args"]
     if is_centered(run):
-        activation("slime").require()
+        required("slime")
         return wrapped(**{**call, "args": as_custom_loss(run)})
     if is_observed(run):
-        activation("slime").require()
+        required("slime")
         loss.watch_drift(run, call["batch"], call["logits"], groups=megatron_groups())
     return wrapped(*args, **kwargs)
 

@@ -8,7 +8,7 @@ from typing import Any
 from miles_sc.candidates import Candidates
 from miles_sc.config import ScoreCenteringConfig
 from miles_sc.data.conversion import candidate_columns, check_recorded_rows
-from miles_sc.hosts.activation import activation
+from miles_sc.hosts.activation import required
 from miles_sc.hosts.run import bound, is_centered, is_observed, producer_vocabulary, recording
 from miles_sc.hosts.sample import check_aligned
 from miles_sc.rollout.recorded_rows import RecordedRows
@@ -59,7 +59,7 @@ def recorded_columns(
     config = recording(run)
     if config is None:
         return {}
-    activation(package).require()
+    required(package)
     if len(samples) != len(data.get("tokens", ())):
         raise ValueError(
             f"{len(samples)} samples became {len(data.get('tokens', ()))} rows of train data: a converter of your own drops "
@@ -127,7 +127,7 @@ def rollout_data(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dic
     received = wrapped(*args, **kwargs)
     run = bound(wrapped, args, kwargs)["args"]
     if is_centered(run) or is_observed(run):
-        activation(wrapped.__module__.split(".")[0]).require()
+        required(wrapped.__module__.split(".")[0])
         check_received(received[0] if isinstance(received, tuple) else received)
     return received
 

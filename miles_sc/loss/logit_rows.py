@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -38,6 +39,7 @@ class LogitRows:
             return cls((slice(0, 0),), length)
         if wanted.ndim != 1 or not np.issubdtype(wanted.dtype, np.integer):
             raise ValueError(f"rows {wanted.shape} of {wanted.dtype}: give whole numbers [T]")
+        wanted = wanted.astype(np.int64)  # steps of unsigned ones would wrap
         steps = np.diff(wanted)
         if (steps <= 0).any() or wanted[0] < 0 or wanted[-1] >= length:
             raise ValueError(f"rows {wanted.min()}..{wanted.max()} of {length} rows of logits: give them once each, ascending")
@@ -55,6 +57,12 @@ class LogitRows:
             stop = done + run.stop - run.start
             yield run, slice(done, stop)
             done = stop
+
+    def places(self, device: torch.device) -> Tensor | None:
+        """int64 ``[T]`` on the device; None where they are all rows, in order."""
+        if self.runs == (slice(0, self.length),):
+            return None
+        return torch.from_numpy(np.concatenate([np.arange(run.start, run.stop) for run in self.runs])).to(device)
 
     def others(self) -> Iterator[slice]:
         """The rows between the runs, which nobody scores."""

@@ -1,12 +1,11 @@
 """What a kernel of candidate scoring does with one rank's logits; the algebra and the reductions around it are its caller's."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from miles_sc.loss.logit_rows import LogitRows
 from miles_sc.loss.vocabulary import VocabularyShard
 
 
@@ -20,7 +19,7 @@ class RowStatistics:
         selected: ``[T, 1+K]``, z at the columns asked for; 0 where they are another rank's.
         mean: ``[T]``, the expectation of ``z - largest`` under the softmax of these columns; None unless asked for.
         log_unit: ``[T]``, the kernel's backward forms ``exp(z - largest - log_unit)``, whatever is cheapest to it.
-        saved: what its backward needs besides the logits, with T rows each.
+        saved: what its backward needs besides the logits.
     """
 
     largest: Tensor
@@ -29,20 +28,6 @@ class RowStatistics:
     mean: Tensor | None
     log_unit: Tensor
     saved: tuple[Tensor, ...] = ()
-
-    @classmethod
-    def concatenate(cls, parts: "Sequence[RowStatistics]") -> "RowStatistics":
-        """Those of several runs of rows, one after the other."""
-        if len(parts) == 1:
-            return parts[0]
-        return cls(
-            torch.cat([part.largest for part in parts]),
-            torch.cat([part.log_sum for part in parts]),
-            torch.cat([part.selected for part in parts]),
-            None if parts[0].mean is None else torch.cat([part.mean for part in parts]),
-            torch.cat([part.log_unit for part in parts]),
-            tuple(torch.cat(tensors) for tensors in zip(*(part.saved for part in parts), strict=True)),
-        )
 
 
 @dataclass(frozen=True)
@@ -62,11 +47,6 @@ class RowGradient:
     entropy_scale: Tensor | None
     entropy_shift: Tensor | None
 
-    def of_rows(self, rows: slice) -> "RowGradient":
-        """That of some of the rows; views."""
-        given = (self.selected, self.scale, self.entropy_scale, self.entropy_shift)
-        return RowGradient(*(None if tensor is None else tensor[rows] for tensor in given))
-
 
 class ScoringKernel(Protocol):
     """Holds a shard of the vocabulary and a temperature, no tensors."""
@@ -74,17 +54,27 @@ class ScoringKernel(Protocol):
     shard: VocabularyShard
     temperature: float
 
-    def statistics(self, logits: Tensor, columns: Tensor, owned: Tensor, *, with_entropy: bool) -> RowStatistics:
+    def statistics(self, logits: Tensor, rows: LogitRows, columns: Tensor, owned: Tensor, *, with_entropy: bool) -> RowStatistics:
         """Args:
-        logits: ``[T, V/TP]``.
+        logits: ``[S, V/TP]``.
+        rows: the T of them that are scored.
         columns: int64 ``[T, 1+K]``, local columns.
         owned: bool ``[T, 1+K]``, whether the column is this rank's.
         """
 
     def write_gradient(
-        self, out: Tensor, logits: Tensor, columns: Tensor, owned: Tensor, upstream: RowGradient, saved: tuple[Tensor, ...]
+        self,
+        out: Tensor,
+        logits: Tensor,
+        rows: LogitRows,
+        columns: Tensor,
+        owned: Tensor,
+        upstream: RowGradient,
+        saved: tuple[Tensor, ...],
     ) -> None:
-        """Fills ``out [T, V/TP]`` with the gradient, 0 in padding; it may be ``logits`` itself.
+        """Fills these rows of ``out [S, V/TP]`` with the gradient, 0 in padding; it may be ``logits`` itself.
+
+        What the other rows hold afterwards is the caller's to overwrite.
 
         Args:
             saved: of :class:`RowStatistics`.

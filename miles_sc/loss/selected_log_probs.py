@@ -65,8 +65,12 @@ def selected_log_probs(
 
 def _overlaps(matrix: Tensor) -> bool:
     """Whether two elements may lie in one place."""
-    (inner, step), (_, stride) = sorted(zip(matrix.shape, matrix.stride(), strict=True), key=lambda dimension: dimension[1])
-    return matrix.numel() > 1 and min(matrix.shape) > 1 and stride < (inner - 1) * step + 1
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(matrix.shape, matrix.stride(), strict=True) if size > 1):
+        if stride <= reach:
+            return matrix.numel() > 0
+        reach += stride * (size - 1)
+    return False
 
 
 def _kernel(logits: Tensor, shard: VocabularyShard, temperature: float, chunk_size: int) -> ScoringKernel:
@@ -90,9 +94,7 @@ class _SelectedLogProbs(torch.autograd.Function):
     def forward(ctx, logits, token_ids, rows, kernel, inplace_backward, with_entropy):
         shard: VocabularyShard = kernel.shard
         columns, owned = shard.local(token_ids)
-        statistics = RowStatistics.concatenate(
-            [kernel.statistics(logits[run], columns[part], owned[part], with_entropy=with_entropy) for run, part in rows]
-        )
+        statistics = kernel.statistics(logits, rows, columns, owned, with_entropy=with_entropy)
         top, log_sum = shard.combine(statistics.largest, statistics.log_sum)
         log_probs = shard.log_probs(statistics.selected, top, log_sum, token_ids)
 
@@ -130,12 +132,7 @@ class _SelectedLogProbs(torch.autograd.Function):
             entropy_scale=None if grad_entropy is None else -grad_entropy * to_p / kernel.temperature,
             entropy_shift=None if grad_entropy is None else entropy_shift,
         )
-        for run, part in rows:
-            read = logits[run]
-            written = read if inplace_backward else gradient[run]
-            kernel.write_gradient(
-                written, read, columns[part], owned[part], upstream.of_rows(part), tuple(tensor[part] for tensor in saved)
-            )
+        kernel.write_gradient(gradient, logits, rows, columns, owned, upstream, tuple(saved))
         for unscored in rows.others():
             gradient[unscored] = 0
         return gradient, None, None, None, None, None

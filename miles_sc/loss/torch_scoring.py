@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from miles_sc.loss.logit_rows import LogitRows
 from miles_sc.loss.scoring_kernel import RowGradient, RowStatistics
 from miles_sc.loss.vocabulary import VocabularyShard, accumulation_dtype
 
@@ -22,13 +23,13 @@ class TorchKernel:
     temperature: float
     rows: int
 
-    def statistics(self, logits: Tensor, columns: Tensor, owned: Tensor, *, with_entropy: bool) -> RowStatistics:
-        reader = _ChunkReader(logits, self)
+    def statistics(self, logits: Tensor, rows: LogitRows, columns: Tensor, owned: Tensor, *, with_entropy: bool) -> RowStatistics:
+        reader = _ChunkReader(logits, rows, self)
         dtype = accumulation_dtype(logits)
         selected = torch.zeros(columns.shape, dtype=dtype, device=logits.device)
-        largest = torch.full(logits.shape[:1], -torch.inf, dtype=dtype, device=logits.device)
+        largest = torch.full(columns.shape[:1], -torch.inf, dtype=dtype, device=logits.device)
         log_unit, mass, mean = torch.zeros_like(largest), torch.ones_like(largest), torch.zeros_like(largest)
-        for chunk, z in reader:
+        for _, chunk, z in reader:
             p = reader.softmax(z)
             largest[chunk] = z.amax(dim=-1)
             # softmax's own log(sum exp(z - max)), read back from its largest probability
@@ -41,42 +42,51 @@ class TorchKernel:
         return RowStatistics(largest, log_unit + mass.log(), selected, mean / mass if with_entropy else None, log_unit)
 
     def write_gradient(
-        self, out: Tensor, logits: Tensor, columns: Tensor, owned: Tensor, upstream: RowGradient, saved: tuple[Tensor, ...]
+        self,
+        out: Tensor,
+        logits: Tensor,
+        rows: LogitRows,
+        columns: Tensor,
+        owned: Tensor,
+        upstream: RowGradient,
+        saved: tuple[Tensor, ...],
     ) -> None:
         width = self.shard.width
         out[:, width:] = 0
-        reader = _ChunkReader(logits, self)
+        reader = _ChunkReader(logits, rows, self)
         # where the gradient can hold it, p is computed in its final place
         direct = out is not logits and out.dtype == upstream.scale.dtype and width == logits.shape[1]
-        for chunk, z in reader:
-            p = reader.softmax(z, out=out[chunk] if direct else None)
+        for place, chunk, z in reader:
+            p = reader.softmax(z, out=out[place] if direct else None)
             factor = upstream.scale[chunk, None]
             if upstream.entropy_scale is not None:
                 distance = torch.where(p > 0, z, 0.0) - upstream.entropy_shift[chunk, None]
                 factor = factor + upstream.entropy_scale[chunk, None] * distance
             p.mul_(factor).scatter_add_(1, columns[chunk], upstream.selected[chunk])
             if not direct:
-                out[chunk, :width] = p
+                out[place, :width] = p
 
 
 class _ChunkReader:
     """Row chunks of the true columns as ``logits / temperature`` in the accumulation dtype, through one reused buffer."""
 
-    def __init__(self, logits: Tensor, kernel: TorchKernel) -> None:
-        self.logits, self.width, self.temperature, self.rows = logits, kernel.shard.width, kernel.temperature, kernel.rows
+    def __init__(self, logits: Tensor, rows: LogitRows, kernel: TorchKernel) -> None:
+        self.logits, self.rows, self.step = logits, rows, kernel.rows
+        self.width, self.temperature = kernel.shard.width, kernel.temperature
         self.one_of_several = kernel.shard.group is not None
         dtype = accumulation_dtype(logits)
-        buffer = (min(self.rows, logits.shape[0]), self.width)
+        buffer = (min(self.step, logits.shape[0]), self.width)
         self.copies = logits.dtype != dtype or self.temperature != 1.0 or self.width != logits.shape[1]
         self._scaled = logits.new_empty(buffer if self.copies else (0, 0), dtype=dtype)
         self._softmax = logits.new_empty(buffer, dtype=dtype)
 
-    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
-        if self.width == 0:
-            return
-        for start in range(0, self.logits.shape[0], self.rows):
-            rows = slice(start, min(start + self.rows, self.logits.shape[0]))
-            yield rows, self._scale(self.logits[rows, : self.width])
+    def __iter__(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Of each chunk: where it lies in the logits, where it stands among the scored rows, and its values."""
+        for run, part in self.rows if self.width else ():
+            for start in range(run.start, run.stop, self.step):
+                place = slice(start, min(start + self.step, run.stop))
+                moved = part.start - run.start
+                yield place, slice(place.start + moved, place.stop + moved), self._scale(self.logits[place, : self.width])
 
     def _scale(self, chunk: Tensor) -> Tensor:
         if not self.copies:

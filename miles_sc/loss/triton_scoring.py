@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from miles_sc.loss.logit_rows import LogitRows
 from miles_sc.loss.scoring_kernel import RowGradient, RowStatistics
 from miles_sc.loss.vocabulary import VocabularyShard
 
@@ -42,15 +43,15 @@ class TritonKernel:
     shard: VocabularyShard
     temperature: float
 
-    def statistics(self, logits: Tensor, columns: Tensor, owned: Tensor, *, with_entropy: bool) -> RowStatistics:
-        logits, columns = _unit_columns(logits), _owned_columns(columns, owned)
-        rows, slots = columns.shape
-        largest, log_sum, mean = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    def statistics(self, logits: Tensor, rows: LogitRows, columns: Tensor, owned: Tensor, *, with_entropy: bool) -> RowStatistics:
+        logits, columns, places = _unit_columns(logits), _owned_columns(columns, owned), rows.places(logits.device)
+        count, slots = columns.shape
+        largest, log_sum, mean = torch.empty(3, count, dtype=torch.float32, device=logits.device)
         selected = torch.empty_like(columns, dtype=torch.float32)
-        if rows:
+        if count:
             with torch.cuda.device_of(logits):
-                _statistics_kernel[rows,](
-                    logits, logits.stride(0), self.shard.width, columns, slots, 1 / self.temperature,
+                _statistics_kernel[count,](
+                    logits, logits.stride(0), places, self.shard.width, columns, slots, 1 / self.temperature,
                     largest, log_sum, selected, mean if with_entropy else None,
                     **_launch_options(self.shard.width, slots),
                 )  # fmt: skip
@@ -62,17 +63,24 @@ class TritonKernel:
         return RowStatistics(largest, log_sum, selected, mean if with_entropy else None, torch.zeros_like(largest), saved)
 
     def write_gradient(
-        self, out: Tensor, logits: Tensor, columns: Tensor, owned: Tensor, upstream: RowGradient, saved: tuple[Tensor, ...]
+        self,
+        out: Tensor,
+        logits: Tensor,
+        rows: LogitRows,
+        columns: Tensor,
+        owned: Tensor,
+        upstream: RowGradient,
+        saved: tuple[Tensor, ...],
     ) -> None:
         selected, origin = saved
         rows_of = (origin, upstream.scale, upstream.entropy_scale, upstream.entropy_shift)
-        unit, columns = _unit_columns(logits), _owned_columns(columns, owned)
+        unit, columns, places = _unit_columns(logits), _owned_columns(columns, owned), rows.places(logits.device)
         target = out if out.stride(1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
-        rows, slots = columns.shape
-        if rows:
+        count, slots = columns.shape
+        if count:
             with torch.cuda.device_of(unit):
-                _gradient_kernel[rows,](
-                    target, target.stride(0), unit, unit.stride(0), self.shard.width, target.shape[1],
+                _gradient_kernel[count,](
+                    target, target.stride(0), unit, unit.stride(0), places, self.shard.width, target.shape[1],
                     columns, upstream.selected.contiguous(), selected, slots, 1 / self.temperature,
                     *(None if x is None else x.contiguous() for x in rows_of),
                     **_launch_options(target.shape[1], slots),
@@ -103,13 +111,21 @@ def _launch_options(columns: int, slots: int) -> dict[str, int]:
 
 
 @jit
+def _place(places, row):
+    place = row
+    if places is not None:
+        place = tl.load(places + row)
+    return place
+
+
+@jit
 def _statistics_kernel(
-    logits, row_stride, width, columns, slots, inverse_temperature,
+    logits, row_stride, places, width, columns, slots, inverse_temperature,
     largest_out, log_sum_out, selected_out, mean_out,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # rows times columns exceed 2^31
-    logits += row * row_stride
+    logits += _place(places, row) * row_stride
 
     largest = -float("inf")
     lanes = tl.full([BLOCK], 0.0, tl.float32)  # sums per lane, added up at the end: pairwise, as precise as it is quick
@@ -144,14 +160,15 @@ def _statistics_kernel(
 
 @jit
 def _gradient_kernel(
-    gradient, gradient_stride, logits, logits_stride, width, padded_width,
+    gradient, gradient_stride, logits, logits_stride, places, width, padded_width,
     columns, grad_selected, selected, slots, inverse_temperature,
     origin, scale, entropy_scale, entropy_shift,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    gradient += row * gradient_stride
-    logits += row * logits_stride
+    place = _place(places, row)
+    gradient += place * gradient_stride
+    logits += place * logits_stride
     columns += row * slots
     grad_selected += row * slots
     # once: a store to the gradient might change them, for all that the compiler knows

@@ -281,7 +281,9 @@ def test_a_host_with_another_flag_of_that_name_is_not_entered(host, monkeypatch)
     active = host.enter_command_line()
     monkeypatch.setattr(sys, "argv", ["train.py"])
     assert host.load("arguments").parse_args() and not active.installed
-    with pytest.raises(ValueError, match="the host has a flag --rollout-top-logprobs-num of its own"):
+    with pytest.raises(
+        ValueError, match="it would be given --rollout-top-logprobs-num, a flag that the host has already; without it"
+    ):
         active.require()
 
 

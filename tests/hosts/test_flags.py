@@ -153,6 +153,8 @@ def test_the_hosts_own_validation_stands_and_comes_first(parse):
         ),
         (LOSS, {"score-centering-is": "mis"}, "score-centering-is = 'mis': nothing reads it"),
         ((), {"score_centering_provider": "miles_sc"}, "score_centering_provider = 'miles_sc': nothing reads it"),
+        ((), {"score_centering": True}, "score_centering = True: nothing reads it"),
+        ((), {"rollout-top-logprobs-num": 8}, "rollout-top-logprobs-num = 8: nothing reads it; .*rollout_top_logprobs_num"),
         ((), {"score_centering_observe": "false"}, "score_centering_observe = 'false': set true or false"),
         (
             OBSERVED,

@@ -153,8 +153,8 @@ def test_off_sends_the_bytes_of_a_run_without_the_plugin(engine, evaluation):
     without = sent_by_another_interpreter(engine, [], switch="off", evaluation=evaluation)
     assert [path for path, _ in without].count("/sessions") == 2 and len(without) >= 10
     assert sent_by_another_interpreter(engine, [], switch="on", evaluation=evaluation) == without
-    recorded = sent_by_another_interpreter(engine, RECIPE, switch="on", evaluation=evaluation)
-    changed = {sent[0] for before, sent in zip(without, recorded, strict=True) if before != sent}
+    recording = sent_by_another_interpreter(engine, RECIPE, switch="on", evaluation=evaluation)
+    changed = {sent[0] for before, sent in zip(without, recording, strict=True) if before != sent}
     # evaluation asks an engine what it asked before; its sessions are told of it
     assert changed == ({"/sessions"} if evaluation else {"/generate", "/v1/chat/completions"})
 

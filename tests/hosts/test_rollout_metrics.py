@@ -39,6 +39,22 @@ def test_without_a_recorded_trained_token_nothing_is_said(given):
     assert recorded_head(given) == {}
 
 
+def test_a_removed_sample_is_not_counted():
+    given = sample([3], [[3, 4]], [0.9], [1])
+    given.remove_sample = True
+    assert recorded_head([given]) == {}
+
+
+def test_without_a_mask_every_token_is_trained():
+    found = recorded_head([sample([3, 5], [[3, 4], [1, 2]], [0.9, 0.5], None)])
+    assert found["topk_head_mass"] == pytest.approx(0.7) and found["topk_sampled_in_head"] == 0.5
+
+
+def test_a_mask_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="2 entries for 1 response tokens"):
+        recorded_head([sample([3], [[3, 4]], [0.9], [1, 1])])
+
+
 def test_misaligned_rows_are_refused():
     given = sample([3, 5], [[3, 4], [1, 2]], [0.9, 0.5], [1, 1])
     given.rollout_topk_token_ids, given.rollout_topk_log_probs = (

@@ -351,6 +351,8 @@ def test_ids_must_be_integers(ids):
         ({"temperature": "1"}, "temperature = '1'"),
         ({"temperature": torch.ones((), requires_grad=True)}, "temperature = tensor"),
         ({"logits": torch.zeros(20).as_strided((6, WIDTH), (1, 1)), "inplace_backward": True}, "overlap"),
+        ({"logits": torch.zeros(1, WIDTH).expand(6, WIDTH), "inplace_backward": True}, "overlap"),
+        ({"logits": torch.zeros(6, 1).expand(6, WIDTH), "inplace_backward": True}, "overlap"),
     ],
 )
 def test_arguments_of_another_kind_are_refused_by_name(change, message):

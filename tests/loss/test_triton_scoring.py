@@ -1,5 +1,6 @@
 """The Triton kernels against dense float64: in Triton's interpreter on the CPU, and on a GPU where there is one."""
 
+import importlib
 import importlib.util
 import math
 import os
@@ -11,7 +12,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from miles_sc import selected_log_probs
 from miles_sc.loss import triton_scoring
+from miles_sc.loss.logit_rows import LogitRows
 from miles_sc.loss.scoring_kernel import RowGradient
 from miles_sc.loss.vocabulary import VocabularyShard
 from tests.loss.oracle import dense_entropy, dense_log_probs
@@ -20,6 +23,8 @@ triton = pytest.importorskip("triton", reason="the kernels need Triton")
 
 # the interpreter computes with numpy, which speaks of every infinity
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+scoring = importlib.import_module("miles_sc.loss.selected_log_probs")  # the package has a function of that name
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 VOCAB, WIDTH = 41, 46  # five padded columns; three blocks of 16 and a tail of 9 columns in the third
@@ -56,6 +61,10 @@ def kernels(device, monkeypatch):
     return module
 
 
+def all_rows(logits):
+    return LogitRows.of(None, len(logits))
+
+
 def close(actual, expected, atol=2e-6, rtol=0.0):
     torch.testing.assert_close(actual.cpu().double(), expected.double(), atol=atol, rtol=rtol, equal_nan=True)
 
@@ -88,7 +97,7 @@ def scored(kernels, logits, ids, *, vocab_size=VOCAB, temperature=1.0, with_entr
     shards = [VocabularyShard(s, min(max(vocab_size - s, 0), w), vocab_size, group) for s, w in zip(starts, widths, strict=True)]
     local_logits, ranked = logits.split(widths, dim=1), [kernels.TritonKernel(shard, temperature) for shard in shards]
     statistics = [
-        kernel.statistics(z, *kernel.shard.local(ids), with_entropy=with_entropy)
+        kernel.statistics(z, all_rows(z), *kernel.shard.local(ids), with_entropy=with_entropy)
         for z, kernel in zip(local_logits, ranked, strict=True)
     ]
     top = torch.stack([s.largest for s in statistics]).amax(dim=0)
@@ -116,7 +125,7 @@ def scored(kernels, logits, ids, *, vocab_size=VOCAB, temperature=1.0, with_entr
             entropy_scale=-grad_entropy * factor if with_entropy else None,
             entropy_shift=top + log_sum - entropy if with_entropy else None,
         )
-        kernel.write_gradient(gradient, z, columns, owned, upstream, s.saved)
+        kernel.write_gradient(gradient, z, all_rows(z), columns, owned, upstream, s.saved)
         gradients.append(gradient)
     return log_probs, entropy, torch.cat(gradients, dim=1)
 
@@ -221,6 +230,32 @@ def test_non_contiguous_ids_and_upstream(kernels, device):
         close(got, wanted)
 
 
+# --- Rows where they lie
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5], [2, 3], [0, 5], [1, 2, 4], []], ids=str)
+def test_chosen_rows_equal_dense_on_a_copy_of_them(kernels, device, monkeypatch, rows, dtype, layout, in_place):
+    """One launch for all runs; what lies between them gets no gradient, whatever it holds."""
+    monkeypatch.setattr(scoring, "_kernel", lambda logits, shard, temperature, _: kernels.TritonKernel(shard, temperature))
+    logits, ids, chosen = random_logits(dtype=dtype), IDS[rows], torch.tensor(rows, dtype=torch.long)
+    expected = dense(logits[chosen], ids)
+    logits[[row for row in range(6) if row not in rows]] = torch.nan
+    leaf = logits.to(device).requires_grad_()
+    given = leaf * 1 if layout == "rows" else (leaf * 1).T.contiguous().T
+    log_probs, entropy = selected_log_probs(
+        given, ids.to(device), rows=rows, vocab_size=VOCAB, with_entropy=True, inplace_backward=in_place
+    )
+    torch.autograd.backward((log_probs, entropy), tuple(g.to(device) for g in cotangents(ids)))
+    close(log_probs, expected[0])
+    close(entropy, expected[1])
+    whole = torch.zeros(6, WIDTH, dtype=torch.float64)
+    whole[chosen] = expected[2]
+    close(leaf.grad, whole, rtol=torch.finfo(dtype).eps)
+
+
 # --- Masked and broken rows
 
 
@@ -249,7 +284,9 @@ def test_a_rank_without_mass(kernels, device):
     logits = random_logits().to(device)
     logits[0] = -INF
     shard = VocabularyShard(0, VOCAB, VOCAB, None)
-    statistics = kernels.TritonKernel(shard, 0.7).statistics(logits, *shard.local(IDS.to(device)), with_entropy=True)
+    statistics = kernels.TritonKernel(shard, 0.7).statistics(
+        logits, all_rows(logits), *shard.local(IDS.to(device)), with_entropy=True
+    )
     assert statistics.largest[0] == -INF and statistics.log_sum[0] == 0 and statistics.mean[0] == 0
     assert (statistics.selected[0] == -INF).all()
     close(statistics.largest[1:], logits[1:, :VOCAB].cpu().amax(dim=1) / 0.7)
@@ -292,13 +329,13 @@ def test_a_rank_of_padding(kernels, device, columns):
     logits = torch.full((6, columns), torch.nan, device=device)
     nowhere = torch.zeros_like(IDS, device=device)
     kernel = kernels.TritonKernel(VocabularyShard(VOCAB, 0, VOCAB, "two ranks"), 1.0)
-    statistics = kernel.statistics(logits, nowhere, nowhere > 0, with_entropy=True)
+    statistics = kernel.statistics(logits, all_rows(logits), nowhere, nowhere > 0, with_entropy=True)
     assert (statistics.largest == -INF).all()
     for zero in (statistics.log_sum, statistics.selected, statistics.mean):
         assert (zero == 0).all()
     one = torch.ones(6, device=device)
     upstream = RowGradient(torch.zeros(6, 5, device=device), one, one, one)
-    kernel.write_gradient(logits, logits, nowhere, nowhere > 0, upstream, statistics.saved)
+    kernel.write_gradient(logits, logits, all_rows(logits), nowhere, nowhere > 0, upstream, statistics.saved)
     assert (logits == 0).all()
 
 
@@ -349,11 +386,12 @@ INTEGERS = ("row_stride", "gradient_stride", "logits_stride", "width", "padded_w
 OF_ENTROPY = ("mean_out", "entropy_scale", "entropy_shift")
 
 
-def compiled(kernel, *, capability, dtype, with_entropy):
+def compiled(kernel, *, capability, dtype, with_entropy, chosen):
     """The kernel as a launch with 128 candidates compiles it."""
     constants = {"BLOCK": triton_scoring.BLOCK_COLUMNS, "SLOTS": 256} | ({} if with_entropy else dict.fromkeys(OF_ENTROPY))
+    constants |= {} if chosen else {"places": None}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    types = dict.fromkeys(INTEGERS, "i32") | {"inverse_temperature": "fp32", "columns": "*i64"}
+    types = dict.fromkeys(INTEGERS, "i32") | {"inverse_temperature": "fp32", "columns": "*i64", "places": "*i64"}
     types |= {"logits": f"*{dtype}", "gradient": f"*{dtype}"} | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "*fp32") for name in kernel.arg_names}
     return triton.compile(
@@ -368,13 +406,14 @@ def compiled(kernel, *, capability, dtype, with_entropy):
     not isinstance(triton_scoring._statistics_kernel, triton.JITFunction), reason="TRITON_INTERPRET is set for all"
 )
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("chosen", [False, True])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("capability", [80, 90])
-def test_the_kernels_compile_for_a_gpu(capability, dtype, with_entropy, tmp_path, monkeypatch):
+def test_the_kernels_compile_for_a_gpu(capability, dtype, with_entropy, chosen, tmp_path, monkeypatch):
     """What the interpreter cannot show: types, offsets beyond 2^31, the barrier before the overwrite."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    options = {"capability": capability, "dtype": dtype, "with_entropy": with_entropy}
+    options = {"capability": capability, "dtype": dtype, "with_entropy": with_entropy, "chosen": chosen}
     for kernel in (triton_scoring._statistics_kernel, triton_scoring._gradient_kernel):
         built = compiled(kernel, **options)
         assert built.asm["cubin"]
