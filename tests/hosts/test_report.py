@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from miles_sc.hosts import startup
-from miles_sc.hosts.activation import deactivate, known_host
+from miles_sc.hosts.activation import known_host
 from miles_sc.hosts.report import print_host
 from tests.hosts.miles_host import needs_miles
 
@@ -28,36 +28,38 @@ def test_a_host_that_is_not_there(monkeypatch):
     assert status == 1 and "slime cannot be imported here" in text
 
 
-@pytest.mark.parametrize(
-    ("variable", "remedy"), [("off", "unset MILES_SC_HOSTS (= off)"), (None, "install the package with pip")]
-)
-def test_a_hook_that_is_off(variable, remedy):
-    """Asked in an interpreter that has read no site-packages: the question must not turn the hook on."""
+def told_elsewhere(package, *interpreter, path=(), **environment):
+    """The same in an interpreter of its own, where nothing has been imported."""
     program = (
-        f"import sys; sys.path[:0] = {sys.path!r}; from miles_sc.hosts.report import print_host; "
-        "from rich.console import Console; sys.exit(print_host('miles', Console(soft_wrap=True)))"
+        f"import sys; sys.path[:0] = {[*map(str, path), *sys.path]!r}; from miles_sc.hosts.report import print_host; "
+        f"from rich.console import Console; sys.exit(print_host({package!r}, Console(soft_wrap=True)))"
     )
-    environment = {name: value for name, value in os.environ.items() if name != startup.SWITCH}
-    if variable is not None:
-        environment[startup.SWITCH] = variable
-    done = subprocess.run([sys.executable, "-S", "-c", program], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "hook is OFF" in done.stdout and remedy in done.stdout, done.stderr
+    environment = {name: value for name, value in os.environ.items() if name != startup.SWITCH} | environment
+    done = subprocess.run(
+        [sys.executable, *interpreter, "-c", program], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout
 
 
-def test_a_host_with_a_loss_that_we_do_not_take_over(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("environment", "remedy"), [({startup.SWITCH: "off"}, "unset MILES_SC_HOSTS (= off)"), ({}, "install the package with pip")]
+)
+def test_a_hook_that_is_off(environment, remedy):
+    """Asked in an interpreter that has read no site-packages: the question must not turn the hook on."""
+    status, text = told_elsewhere("miles", "-S", **environment)
+    assert status == 1 and "hook is OFF" in text and remedy in text
+
+
+def test_a_host_with_a_loss_that_we_do_not_take_over(tmp_path):
     """A later Slime."""
     (tmp_path / "slime" / "utils").mkdir(parents=True)
     for folder in ("slime", "slime/utils"):
         (tmp_path / folder / "__init__.py").touch()
     (tmp_path / "slime" / "utils" / "arguments.py").write_text("CHOICES = ['policy_loss', 'score_centering']\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "meta_path", [startup.HostWatcher, *sys.meta_path])
-    try:
-        status, text = told("slime")
-    finally:
-        deactivate("slime")
-        for name in [name for name in sys.modules if name.split(".")[0] == "slime"]:
-            del sys.modules[name]
+    (tmp_path / "sitecustomize.py").write_text("from miles_sc.hosts import startup\nstartup.watch()\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])  # wherever the tests run, and whatever hook is installed there
+    status, text = told_elsewhere("slime", path=[tmp_path], PYTHONPATH=path)
     assert status == 0 and "a score_centering loss of its own, which trains; the plugin stays out" in text
     assert "enters here" not in text
 
