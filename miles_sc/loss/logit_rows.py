@@ -59,7 +59,7 @@ class LogitRows:
             done = stop
 
     def places(self, device: torch.device) -> Tensor | None:
-        """int64 ``[T]`` on the device; None where they are all rows, in order."""
+        """int64 ``[T]`` on the device, one transfer; None where they are all rows, in order."""
         if self.runs == (slice(0, self.length),):
             return None
         return torch.from_numpy(np.concatenate([np.arange(run.start, run.stop) for run in self.runs])).to(device)

@@ -27,7 +27,7 @@ class RowStatistics:
     selected: Tensor
     mean: Tensor | None
     log_unit: Tensor
-    saved: tuple[Tensor, ...] = ()
+    saved: tuple[Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ScoringKernel(Protocol):
         columns: Tensor,
         owned: Tensor,
         upstream: RowGradient,
-        saved: tuple[Tensor, ...],
+        saved: tuple[Tensor | None, ...],
     ) -> None:
         """Fills these rows of ``out [S, V/TP]`` with the gradient, 0 in padding; it may be ``logits`` itself.
 

@@ -49,7 +49,7 @@ class TorchKernel:
         columns: Tensor,
         owned: Tensor,
         upstream: RowGradient,
-        saved: tuple[Tensor, ...],
+        saved: tuple[Tensor | None, ...],
     ) -> None:
         width = self.shard.width
         out[:, width:] = 0

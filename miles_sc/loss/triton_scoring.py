@@ -59,7 +59,7 @@ class TritonKernel:
         if self.shard.group is not None:  # a row without mass here has some elsewhere; on one rank it is NaN, and stays it
             origin = torch.where(largest == -torch.inf, 0.0, largest)
         # in place, the selected logits themselves are gone when backward needs them; the caller's are summed over ranks
-        saved = (selected.clone(), origin)
+        saved = (selected.clone(), origin, places)
         return RowStatistics(largest, log_sum, selected, mean if with_entropy else None, torch.zeros_like(largest), saved)
 
     def write_gradient(
@@ -70,11 +70,11 @@ class TritonKernel:
         columns: Tensor,
         owned: Tensor,
         upstream: RowGradient,
-        saved: tuple[Tensor, ...],
+        saved: tuple[Tensor | None, ...],
     ) -> None:
-        selected, origin = saved
+        selected, origin, places = saved
         rows_of = (origin, upstream.scale, upstream.entropy_scale, upstream.entropy_shift)
-        unit, columns, places = _unit_columns(logits), _owned_columns(columns, owned), rows.places(logits.device)
+        unit, columns = _unit_columns(logits), _owned_columns(columns, owned)
         target = out if out.stride(1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
         count, slots = columns.shape
         if count:
